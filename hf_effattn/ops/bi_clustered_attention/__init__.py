@@ -1,4 +1,4 @@
-"""Bi-clustered attention: each query cluster's exact keys, and all other keys by the first order of key clusters."""
+"""Bi-clustered attention: each query cluster's exact keys, and all others by linear summaries of key clusters."""
 
 from collections.abc import Sequence
 from typing import Any
@@ -8,8 +8,8 @@ import torch
 from ..shared.arguments import check_attention, check_count, check_labels, check_mask, choose_backend
 from ..shared.dropout import draw_seed
 from . import batched, reference
-from .offsets import predicted_error as predicted_error
-from .offsets import query_offsets as query_offsets
+from .residuals import predicted_error as predicted_error
+from .residuals import query_residuals as query_residuals
 
 
 def _triton(*arguments: Any) -> torch.Tensor:

@@ -1,4 +1,4 @@
-"""First-order bi-clustered attention for a CPU: keys and queries sorted by cluster, in blocks, batched products.
+"""Bi-clustered attention for a CPU: keys and queries sorted by cluster, in blocks, batched products.
 
 Of every query cluster a table is made, its exact keys and the tangents of the key clusters, to which its queries then
 attend (`shared.cluster_table`). The backward pass gets the tables where they are small beside the inputs, else which
@@ -26,7 +26,7 @@ from ..shared.precision import accumulation_dtype, in_products, product_dtype, s
 from ..shared.row_chunks import RowChunk
 from ..shared.tables import chunks_of, cluster_sizes, draw_dropout, gradients_of_chunks, output_of_chunks, table_rows
 from .exact_heads import ExactPart, KeyGradients, attend_exactly, exact_backward, exact_parts
-from .reference import LARGEST_LIFT, Inputs, InputsByHead
+from .reference import LARGEST_VARIANCE_CORRECTION, Inputs, InputsByHead
 
 # How many times as large as queries, keys, values and output what is left to the backward pass beside them may be.
 MOST_KEPT = 2
@@ -75,7 +75,8 @@ class _Chunk:
         covariance = (queries.transpose(1, 2) @ queries).sub_((centroids * self.sizes).transpose(1, 2) @ centroids)
         covariance /= queries.shape[1]  # Σ_η
         self.summaries = Summaries(
-            keys, centroids, self.T, covariance, largest_lift=LARGEST_LIFT, in_order=x.dropout_seed is not None,
+            keys, centroids, self.T, covariance, largest_correction=LARGEST_VARIANCE_CORRECTION,
+            in_order=x.dropout_seed is not None,
             top=None if top is None else chunk.of_heads(top)[:, : self.C, : self.T],
         )  # fmt: skip
         self.table = self._make_dipole()

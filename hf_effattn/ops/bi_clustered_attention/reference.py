@@ -1,4 +1,4 @@
-"""First-order bi-clustered attention as its definition reads. Plain PyTorch, any device.
+"""Bi-clustered attention as its definition reads. Plain PyTorch, any device.
 
 Sizes: `C` query clusters, `G` key clusters, `T` exact keys per query cluster.
 """
@@ -11,12 +11,12 @@ import torch.nn.functional as F
 
 from ..shared.arguments import check_label_range
 from ..shared.dropout import TOPK_AND_SUMMARY_WEIGHTS, dropout_factor, exact_dropout_rows
-from ..shared.masking import for_every_head, unmasked
+from ..shared.masking import repeat_heads, unmasked
 from ..shared.precision import SMALLEST as SMALLEST
 
-# Of the logarithm by which a key's mean mass over a cluster's queries exceeds that at the centroid: where it would be
-# more, offsets are no small ones, and to count the key more heavily would be wrong for most of the queries.
-LARGEST_LIFT = 0.5
+# Of the logarithm by which a key's mean mass over a cluster's queries exceeds that at the centroid. Where it would be
+# more, residuals are large, and to count the key more heavily would be wrong for most of the queries.
+LARGEST_VARIANCE_CORRECTION = 0.5
 
 
 class Inputs(NamedTuple):
@@ -67,7 +67,7 @@ class InputsByHead(NamedTuple):
         return Inputs(**{name: fields[name] for name in Inputs._fields})
 
 
-def offsets(query: torch.Tensor, labels: torch.Tensor, clusters: int) -> torch.Tensor:
+def residuals(query: torch.Tensor, labels: torch.Tensor, clusters: int) -> torch.Tensor:
     """`η = Q_i - Q̄_l(i)` of the rows `(N, D)` of a head, from the means of those with each label."""
     return query - means(query, labels, clusters)[labels]
 
@@ -79,9 +79,9 @@ def means(rows: torch.Tensor, labels: torch.Tensor, clusters: int) -> torch.Tens
 
 
 def squared_distances(key: torch.Tensor, mean_keys: torch.Tensor, eta: torch.Tensor) -> torch.Tensor:
-    """`d_t² = (K_t - K̄_g(t))^T Σ_η (K_t - K̄_g(t))` `(M,)`, `Σ_η` the covariance of the offsets `(N, D)`.
+    """`d_t² = (K_t - K̄_g(t))^T Σ_η (K_t - K̄_g(t))` `(M,)`, `Σ_η` the covariance of the residuals `(N, D)`.
 
-    It is the variance, over the queries' offsets, of what key `t` scores beyond the mean of its cluster.
+    It is the variance, over the queries' residuals, of what key `t` scores beyond the mean of its cluster.
     """
     covariance = eta.T @ eta / max(1, len(eta))
     difference = key - mean_keys
@@ -102,14 +102,14 @@ def attend_head(
 ) -> torch.Tensor:
     """One head: scaled queries `(N, D)`, keys `(M, D)` and values `(M, Dv)` that count, at least one key.
 
-    `eta` are the offsets that make `Σ_η`: of all the query heads that share the keys. `factor` `(N, T + G)`: dropout.
+    `eta` are the residuals that make `Σ_η`, of all query heads that share the keys. `factor` `(N, T + G)`: dropout.
     """
     centroids = means(query, labels, clusters)  # Q̄: (C, D)
     mean_keys, mean_values = (means(rows, key_labels, key_clusters) for rows in (key, value))
     spread_keys, spread_values = key - mean_keys[key_labels], value - mean_values[key_labels]
     distances = squared_distances(key.detach(), mean_keys.detach()[key_labels], eta.detach())
-    # exp(d²/2) is the mean of exp(η·(K_t - K̄_g(t))) over normally distributed offsets.
-    lift = (distances / 2).clamp(max=LARGEST_LIFT)  # b_t
+    # exp(d²/2) is the mean of exp(η·(K_t - K̄_g(t))) over normally distributed residuals.
+    variance_correction = (distances / 2).clamp(max=LARGEST_VARIANCE_CORRECTION)  # b_t
     output = query.new_zeros(len(query), value.shape[1])
     for j in range(clusters):
         own = labels == j
@@ -120,15 +120,15 @@ def attend_head(
         rest = torch.ones_like(key_labels, dtype=torch.bool).index_fill(0, chosen, False)
 
         # Tilted summaries at the centroid, of the keys of every cluster outside T_j.
-        lifted = scores + lift
+        corrected = scores + variance_correction
         seen, log_mass, tilted_keys, tilted_values, covariances = [], [], [], [], []
         for c in range(key_clusters):
             members = (key_labels == c) & rest
             if not members.any():
                 continue
             seen.append(c)
-            log_mass.append(lifted[members].logsumexp(dim=0))  # log S_jc
-            share = lifted[members].softmax(dim=0)  # w_jt / S_jc
+            log_mass.append(corrected[members].logsumexp(dim=0))  # log S_jc
+            share = corrected[members].softmax(dim=0)  # w_jt / S_jc
             tilted_keys.append(share @ key[members])
             tilted_values.append(share @ value[members])
             everyone = key_labels == c
@@ -159,7 +159,7 @@ def bi_clustered_attention(*arguments: Any) -> torch.Tensor:
     key_mask, query_mask, exact_heads = inputs.key_mask, inputs.query_mask, inputs.exact_heads
     query = scale * query
     group = query.shape[1] // inputs.key.shape[1]
-    labels, key_labels = labels.long(), for_every_head(key_labels, query).long()
+    labels, key_labels = labels.long(), repeat_heads(key_labels, query).long()
 
     B, H, N, _ = query.shape
     output = query.new_zeros(B, H, N, value.shape[3])
@@ -182,7 +182,7 @@ def bi_clustered_attention(*arguments: Any) -> torch.Tensor:
             output[b, h, rows] = weights @ own[1]
             continue
         sharing = range(h // group * group, h // group * group + group)
-        eta = [offsets(query[b, g, rows], labels[b, g, rows], clusters) for g in sharing]
+        eta = [residuals(query[b, g, rows], labels[b, g, rows], clusters) for g in sharing]
         exact, factor = min(topk, len(own[0])), None
         if dropout_seed is not None:
             shape = N, topk + key_clusters

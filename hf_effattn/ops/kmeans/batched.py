@@ -96,7 +96,7 @@ class Members:
         means = self.rows.new_zeros(len(sizes), self.shape[2]).index_add_(0, index, self.rows).div_(sizes)
         return means, sizes
 
-    def offsets(self, labels: torch.Tensor) -> torch.Tensor:
+    def residuals(self, labels: torch.Tensor) -> torch.Tensor:
         """What points `(P, N, D)` differ by from the means of their clusters."""
         index = self.index(labels)
         of_rows = self.means(index)[0].index_select(0, index)

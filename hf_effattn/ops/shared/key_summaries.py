@@ -88,31 +88,31 @@ class Summaries:
         topk: int,
         covariance: torch.Tensor,
         *,
-        largest_lift: float,
+        largest_correction: float,
         in_order: bool,
         top: torch.Tensor | None,
     ) -> None:
         """`covariance` `Σ_η` `(P, D, D)`: exact keys by weight times squared distance.
 
-        `largest_lift`: what half a squared distance adds at most to the logarithm of a key's tilted weight; `top`:
-        places of the exact keys `(P, C, T)`, where they have been found before.
+        `largest_correction`: of the variance corrections, half a squared distance each, of the logarithms of tilted
+        weights; `top`: places of the exact keys `(P, C, T)`, where they have been found before.
         """
         self.keys, self.centroids, self.T = keys, centroids, min(topk, keys.M)
         self.P, self.C, self.G = keys.P, centroids.shape[1], keys.G
-        self._choose_keys(covariance, largest_lift, top, in_order)
+        self._choose_keys(covariance, largest_correction, top, in_order)
         self._summarise()
         self._make_table()
 
     def _choose_keys(
-        self, covariance: torch.Tensor, largest_lift: float, top: torch.Tensor | None, in_order: bool
+        self, covariance: torch.Tensor, largest_correction: float, top: torch.Tensor | None, in_order: bool
     ) -> None:
-        """Exact keys `T_j`; scores `Q̄_j·(K_t - K̄_g(t))`, and their lifts `b_t`, `-inf` where no key is."""
+        """Exact keys `T_j`; scores `Q̄_j·(K_t - K̄_g(t))`; variance corrections `b_t`, `-inf` where no key is."""
         keys, spread = self.keys, self.keys.keys()
         distances = (spread @ covariance.to(spread.dtype)).to(covariance.dtype)
         distances = torch.linalg.vecdot(distances, spread.to(covariance.dtype)).clamp_(min=SMALLEST)
-        self.lift = (distances / 2).clamp_(max=largest_lift)
+        self.variance_correction = (distances / 2).clamp_(max=largest_correction)
         preference = distances.log_()
-        for of_keys in (preference, self.lift):
+        for of_keys in (preference, self.variance_correction):
             of_keys.masked_fill_(keys.empty[:, 0], -torch.inf)
         scores = torch.bmm(self.centroids.to(spread.dtype), spread.transpose(1, 2))  # (P, C, nb · L)
         self.scores = scores.to(self.centroids.dtype)
@@ -129,7 +129,7 @@ class Summaries:
     def _summarise(self) -> None:
         """Tilted weights `w_jt / S_jc` and sums over `c∖T_j`: `log S_jc`, `K̃_jc`, `Ṽ_jc`."""
         keys, scores = self.keys, self.scores
-        scores.add_(self.lift[:, None]).scatter_(2, self.top, -torch.inf)
+        scores.add_(self.variance_correction[:, None]).scatter_(2, self.top, -torch.inf)
         by_block = scores.unflatten(2, (-1, keys.blocks.length))
         lowest = torch.finfo(scores.dtype).min
         shift = scores.new_full((self.P, self.C, self.G), lowest)

@@ -61,5 +61,5 @@ def in_products(keys: torch.Tensor, factor: float = 1.0) -> torch.Tensor:
     """
     if keys.dtype != torch.bfloat16:
         return keys.to(product_dtype(keys.dtype))
-    offsets = keys - keys.mean(dim=1, keepdim=True, dtype=torch.float32)
-    return (offsets if factor == 1 else offsets.mul_(factor)).to(keys.dtype)
+    centered = keys - keys.mean(dim=1, keepdim=True, dtype=torch.float32)
+    return (centered if factor == 1 else centered.mul_(factor)).to(keys.dtype)

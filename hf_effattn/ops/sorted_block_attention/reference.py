@@ -5,7 +5,7 @@ from typing import Any, NamedTuple
 import torch
 
 from ..shared.dropout import dropout_factor
-from ..shared.masking import for_every_head, masked_softmax, zero_masked
+from ..shared.masking import masked_softmax, repeat_heads, zero_masked
 
 # The gate of two words that share no cluster: the logarithm stays finite, and the pair a way back.
 MEMBERSHIP_FLOOR = 1e-4
@@ -106,7 +106,7 @@ def sorted_block_attention(*arguments: Any) -> torch.Tensor:
     x = Inputs(*arguments)
     check_values(x)
     visible, rank, before = visible_pairs(x.order, x.block_length, x.window_blocks, x.causal, x.labels, x.key_mask)
-    key, value = for_every_head(x.key, x.query), for_every_head(x.value, x.query)
+    key, value = repeat_heads(x.key, x.query), repeat_heads(x.value, x.query)
     query, key, value = (zero_masked(rows, x.key_mask) for rows in (x.query, key, value))
     scores, membership = x.scale * query @ key.transpose(2, 3), x.membership
     if membership is not None:

@@ -1,4 +1,4 @@
-"""First-order bi-clustered attention on a GPU: launchers, and what torch needs to know of the op."""
+"""Bi-clustered attention on a GPU: launchers, and what torch needs to know of the op."""
 
 from typing import Any, cast
 

@@ -1,4 +1,4 @@
-"""Backward pass of first-order bi-clustered attention on a GPU, labels and sets `T_j` held fixed.
+"""Backward pass of bi-clustered attention on a GPU, labels and sets `T_j` held fixed.
 
 The tile kernels leave, of every entry of a table, `dK̃_jc`, `dṼ_jc` and `db_jc`. With `a_jt = w_jt / S_jc`:
 `ds_jt = a_jt (dlog S_jc + dK̃_jc·(K_t - K̃_jc) + dṼ_jc·(V_t - Ṽ_jc))`, then `dK_t = Σ_j a_jt dK̃_jc + ds_jt Q̄_j`,

@@ -1,4 +1,4 @@
-"""Forward pass of first-order bi-clustered attention on a GPU: the tables of the query clusters, then one tile kernel.
+"""Forward pass of bi-clustered attention on a GPU: the tables of the query clusters, then one tile kernel.
 
 Sizes: `P = B · Hk` key heads, `R = H / Hk · C` query clusters of the query heads that share one, numbered through,
 `G` key clusters, `T` exact keys. Scores are exponents of 2.
@@ -17,14 +17,14 @@ from ...shared.triton.launch import kernel
 from ...shared.triton.softmax import dot_rows, softmax_weights
 from ...shared.triton.sort import SortedRows
 from ...shared.triton.tiles import LOG2_E, LOWEST, load_operand, load_rows, load_tile, store_rows, tile_config
-from ..reference import LARGEST_LIFT, SMALLEST, Inputs
+from ..reference import LARGEST_VARIANCE_CORRECTION, SMALLEST, Inputs
 from .products import cluster_products
 
 TILES = 4  # of keys, for which one program holds the covariance
 SUM_PROGRAMS = 512  # that add up products of queries: few leave few sums, of many each is done sooner
 SMALLEST_SQUARE = tl.constexpr(SMALLEST)
-# Of the largest lift, as an exponent of 2.
-LIFT_LIMIT = tl.constexpr(LARGEST_LIFT * LOG2_E)
+# Of the largest variance correction, as an exponent of 2.
+LIFT_LIMIT = tl.constexpr(LARGEST_VARIANCE_CORRECTION * LOG2_E)
 LIFT_PER_SQUARE = tl.constexpr(LOG2_E / 2)
 
 
@@ -43,7 +43,7 @@ class Saved(NamedTuple):
     # The next two: `(P, G, ·)` float32
     mean_keys: torch.Tensor
     mean_values: torch.Tensor
-    log_squares: torch.Tensor  # `log2 d_t²` `(P, M)`, of which the lifts `b_t` are made
+    log_squares: torch.Tensor  # `log2 d_t²` `(P, M)`, of which the variance corrections `b_t` are made
     top: torch.Tensor  # `(B · H, C, T)` int32, the sets `T_j`
     taken: torch.Tensor  # `(P, M, R / 32)` int32, a bit for every query cluster that has the key in its `T_j`
     # The next two: `K̃` and `Ṽ`, `(P · R, G, ·)` in the dtype of the query
@@ -279,8 +279,8 @@ def distances_of(
 ) -> tuple[torch.Tensor, torch.Tensor]:  # fmt: skip
     """`log2 d_t²` `(P, M)` of keys `(B, Hk, M, D)` by cluster, and that many words of 0 for each, `(P, M, words)`.
 
-    `products` are sums of those of offsets, some of each of `group` query heads that share keys, `(.., D, D)` float32,
-    and `queries` the clusters that these are offsets from.
+    `products` are sums of products of residuals, some of each of `group` query heads that share keys, `(.., D, D)`
+    float32, and `queries` the clusters that these are residuals from.
     """
     B, Hk, M, D = key.shape
     P = B * Hk

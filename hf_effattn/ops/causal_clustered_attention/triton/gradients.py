@@ -14,8 +14,8 @@ from .backward import (
     _causal_attention_bwd_top_kernel,
 )
 from .clusters import Clusters
+from .distant_keys import Late, late_segments, make_tables, mark_keys
 from .layout import Layout, Rows
-from .older import Late, late_segments, make_tables, mark_keys
 
 
 class BackwardPass:
@@ -57,7 +57,7 @@ class BackwardPass:
             own = late.own(top)
             self._near_queries((layout.first_late + late.first, late.segments), own, late.exact)
             self._exact_keys(late, own)
-            self._older(found, late, own)
+            self._distant(found, late, own)
 
     def _near_queries(
         self, segments: tuple[int, int], top: torch.Tensor | None = None, exact: torch.Tensor | None = None
@@ -102,7 +102,7 @@ class BackwardPass:
             0, (top.clamp(min=0) + first).flatten(), shares.flatten(0, 1)
         )
 
-    def _older(self, found: Clusters, late: Late, top: torch.Tensor) -> None:
+    def _distant(self, found: Clusters, late: Late, top: torch.Tensor) -> None:
         """Through the tables of some late segments."""
         layout, rows, (D, Dv), group = self.layout, self.rows, (self.D, self.Dv), self.rows.group
         C, G = late.centroids.shape[1], found.keys.clusters
@@ -125,7 +125,7 @@ class BackwardPass:
             constant, *query.stride(), *grad.stride(), rows.heads, group, n, D, Dv, C, columns, 0, row_blocks,
             *self.factors, **summary_config,
         )  # fmt: skip
-        if not layout.settings.first_order:
+        if not layout.settings.linear_summaries:
             table_grad_keys.zero_()
         tiles = readers.tiles.shape[1]
         _causal_attention_bwd_older_query_kernel[(len(late.centroids) * tiles,)](
@@ -150,13 +150,13 @@ class BackwardPass:
             *sizes, row_blocks, *self.factors[:2],
             **key_config | ({"num_stages": 1} if rows.key.element_size() == 4 else {}),
         )  # fmt: skip
-        self._past_queries(found, late, parts.sum(dim=1))
+        self._previous_queries(found, late, parts.sum(dim=1))
 
-    def _past_queries(self, found: Clusters, late: Late, grad_centroids: torch.Tensor) -> None:
+    def _previous_queries(self, found: Clusters, late: Late, grad_centroids: torch.Tensor) -> None:
         """Each gets its share of the gradient of its centroid, `(L · B · H · C, D)`."""
         layout, labels = self.layout, late.own(found.labels)
         sizes = late.starts[:, :-1].diff(dim=1)
         of_members = grad_centroids / sizes.view(-1, 1).clamp(min=1)
         shares = of_members.view(len(labels), -1, self.D).gather(1, labels[..., None].expand(-1, -1, self.D))
-        past = layout.of_segments(self.query[None], layout.first_past + late.first, late.segments)
-        past += shares.view_as(past)
+        previous = layout.of_segments(self.query[None], layout.first_previous + late.first, late.segments)
+        previous += shares.view_as(previous)

@@ -1,4 +1,4 @@
-"""Causal attention to the nearest keys, and to a few older ones that a segment shares, on a GPU."""
+"""Causal attention to the nearest keys, and to a few distant ones that a segment shares, on a GPU."""
 
 from typing import Any
 

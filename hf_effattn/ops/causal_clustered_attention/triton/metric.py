@@ -133,7 +133,7 @@ def _causal_directions_kernel(
 
 
 def prefix_metrics(layout: Layout, rows: Rows) -> torch.Tensor:
-    """Of every late segment the metric of all keys that are older, `(L · P, D, D)` float32."""
+    """Of every late segment the metric of all distant keys, `(L · P, D, D)` float32."""
     key, n = rows.key, layout.settings.segment_length
     P, D = key.shape[0] * key.shape[1], key.shape[3]
     chip, block_d, wide = chip_of(key), block_width(D), key.dtype == torch.float32
@@ -149,8 +149,8 @@ def prefix_metrics(layout: Layout, rows: Rows) -> torch.Tensor:
     return _normalised(layout, rows, products, sums, metric)
 
 
-def offsets_metrics(layout: Layout, rows: Rows, products: torch.Tensor) -> torch.Tensor:
-    """Of every late segment the metric of the offsets with these products `(L · P · g, D, D)`: `(L · P, D, D)`."""
+def residual_metrics(layout: Layout, rows: Rows, products: torch.Tensor) -> torch.Tensor:
+    """Of every late segment the metric of the residuals with these products `(L · P · g, D, D)`: `(L · P, D, D)`."""
     metric = torch.empty(len(products) // rows.group, *products.shape[1:], dtype=torch.float32, device=products.device)
     return _normalised(layout, rows, products, None, metric)
 

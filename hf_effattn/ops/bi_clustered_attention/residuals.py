@@ -1,4 +1,4 @@
-"""What is known before anything is attended to: how queries differ from their centroids, and what that will cost.
+"""What is known before anything is attended to: how queries differ from their centroids, and the error to expect.
 
 Sizes: `B` batch, `H` query heads, `P` key/value heads, `N` queries, `M` keys, `n` of them that are looked at.
 """
@@ -19,7 +19,7 @@ PREDICTION_ROWS = 2048  # keys of each head that a prediction looks at
 PARTS = 16  # of the rows whose products are summed on an accelerator
 
 
-def query_offsets(
+def query_residuals(
     query: torch.Tensor,
     labels: torch.Tensor,
     clusters: int,
@@ -31,14 +31,14 @@ def query_offsets(
 ) -> tuple[torch.Tensor, torch.Tensor | None]:
     """`η = Q_i - Q̄_l(i)` of evenly spread queries, the centroids being their means.
 
-    As `key` of `cluster_queries` they make the metric in which two keys are alike when no query's offset from its
+    As `key` of `cluster_queries` they make the metric in which two keys are alike when no query's residual from its
     centroid tells them apart.
 
     Args:
         query (`torch.Tensor`): `(B, H, N, D)`, any strides.
         labels (`torch.Tensor`): integers `(B, H, N)` in `0 .. clusters - 1`.
         clusters (`int`): number of query clusters.
-        key_heads (`int`, *optional*): `P`, a divisor of `H`; the offsets of query heads that share one stand together.
+        key_heads (`int`, *optional*): `P`, a divisor of `H`; query heads that share one stand together.
         query_mask (`torch.BoolTensor`, *optional*): `(B, N)`, True = counts.
         rows (`int`): at most so many queries of each head.
         backend (`str`, *optional*): `"reference"`, `"batched"` or `"triton"`; default: Triton on a GPU, else batched.
@@ -53,18 +53,18 @@ def query_offsets(
     counts = None
     if query_mask is not None:
         counts = torch.arange(min(N, rows), device=query.device) < query_mask.sum(dim=1, keepdim=True)
-    eta = choose_backend(backend, (_offsets, _offsets, _triton), query)(query, labels, query_mask, clusters, rows)
+    eta = choose_backend(backend, (_residuals, _residuals, _triton), query)(query, labels, query_mask, clusters, rows)
     group = H // (key_heads or H)
     return eta.view(B, H // group, group * eta.shape[2], D), None if counts is None else counts.repeat(1, group)
 
 
 def _triton(*arguments: Any) -> torch.Tensor:
-    from .triton.offsets import query_offsets
+    from .triton.residuals import query_residuals
 
-    return query_offsets(*arguments)
+    return query_residuals(*arguments)
 
 
-def _offsets(
+def _residuals(
     query: torch.Tensor, labels: torch.Tensor, query_mask: torch.Tensor | None, clusters: int, rows: int
 ) -> torch.Tensor:
     """`η` `(B, H, n, D)` in float32 or float64."""
@@ -84,8 +84,8 @@ def _offsets(
 
 
 def predicted_error(
-    offsets: torch.Tensor,
-    offsets_mask: torch.Tensor | None,
+    residuals: torch.Tensor,
+    residuals_mask: torch.Tensor | None,
     key: torch.Tensor,
     key_labels: torch.Tensor,
     key_clusters: int,
@@ -95,15 +95,16 @@ def predicted_error(
     scale: float | None = None,
     rows: int = PREDICTION_ROWS,
 ) -> torch.Tensor:
-    """The relative error that first-order attention will make in each head, `(B, P)`, known before it runs.
+    """The relative error that bi-clustered attention will make in each head, `(B, P)`, known before it runs.
 
-    `σ² / 4` with `σ² = tr(Σ_η · W)`: the variance of what a query's offset scores within a cluster of keys, `Σ_η` the
-    covariance of the offsets, `W` the mean covariance of keys within their clusters. Over 72 heads of a BERT its rank
-    correlation with the error was .86; above about 1 the head attends to few keys, which no summary serves.
+    It is `σ² / 4`, where `σ² = tr(Σ_η · W)` is the variance of what a query's residual scores within a key cluster,
+    `Σ_η` the covariance of the residuals and `W` the mean covariance of keys within their clusters. Over 72 heads of a
+    BERT its rank correlation with the error was .86. Above about 1 the head attends to few keys, which no summary
+    serves.
 
     Args:
-        offsets (`torch.Tensor`): `(B, P, group · n, D)`, from `query_offsets`.
-        offsets_mask (`torch.BoolTensor`, *optional*): `(B, group · n)`, from `query_offsets`.
+        residuals (`torch.Tensor`): `(B, P, group · n, D)`, from `query_residuals`.
+        residuals_mask (`torch.BoolTensor`, *optional*): `(B, group · n)`, from `query_residuals`.
         key (`torch.Tensor`): `(B, P, M, D)`.
         key_labels (`torch.Tensor`): integers `(B, P, M)` in `0 .. key_clusters - 1`.
         key_clusters (`int`): number of key clusters.
@@ -114,14 +115,14 @@ def predicted_error(
     """
     key = key.detach()
     scale = key.shape[3] ** -0.5 if scale is None else scale
-    dtype = torch.promote_types(offsets.dtype, torch.float32)
-    eta, counted = _only_counted(offsets.detach(), offsets_mask, dtype)
-    within, mask = query_offsets(key, key_labels, key_clusters, query_mask=key_mask, rows=rows)
+    dtype = torch.promote_types(residuals.dtype, torch.float32)
+    eta, counted = _only_counted(residuals.detach(), residuals_mask, dtype)
+    within, mask = query_residuals(key, key_labels, key_clusters, query_mask=key_mask, rows=rows)
     within, keys = _only_counted(within, mask, dtype)
     # Only where it is on: torch.distributed.pipelining cannot split a graph with the context of it.
     with torch.autocast(key.device.type, enabled=False) if autocasts(key.device.type) else nullcontext():
         if key.is_cpu:
-            counted = counted / group if offsets_mask is None else counted[:, :, None] / group
+            counted = counted / group if residuals_mask is None else counted[:, :, None] / group
             keys = keys if mask is None else keys[:, :, None, None]
             eta = eta.unflatten(2, (group, -1))  # (B, P, group, n, D)
             return error_of(eta.mT @ eta, counted, within.mT @ within / keys, scale)
@@ -162,7 +163,7 @@ def sum_of_products(rows: torch.Tensor, count: int) -> torch.Tensor:
 def error_of(
     covariance: torch.Tensor, counted: torch.Tensor | float, spread: torch.Tensor, scale: float
 ) -> torch.Tensor:
-    """The predicted errors `(B, P)` of the sums `η^T η` `(B, P, group, D, D)` of so many offsets each, and of `W`."""
+    """The predicted errors `(B, P)` of the sums `η^T η` `(B, P, group, D, D)` of so many residuals, and of `W`."""
     variances = (covariance * spread[:, :, None]).sum(dim=(3, 4)) / counted  # (B, P, group)
     return variances.amax(dim=2) * (scale**2 * ERROR_PER_VARIANCE)
 

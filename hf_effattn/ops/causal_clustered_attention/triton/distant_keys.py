@@ -1,4 +1,4 @@
-"""Late segments over the finished keys, on a GPU: which of them exactly, and tables of summaries for the others.
+"""Late segments over the completed keys, on a GPU: which of them exactly, and tables of summaries for the others.
 
 Sizes as in `layout` and `clusters`; of the late segments some at once, `L`, from the `first` on, whose queries see the
 blocks of keys `0 .. first`, and one more each. Places of keys number all blocks through, `n` each. Scores are
@@ -32,7 +32,7 @@ class Late(NamedTuple):
     first: int
     segments: int  # `L`
     centroids: torch.Tensor  # `(L · P · g, C, D)`
-    starts: torch.Tensor  # of the clusters of past queries, `(L · P · g, C + 2)`
+    starts: torch.Tensor  # of the clusters of previous queries, `(L · P · g, C + 2)`
     readers: SortedRows
     exact: torch.Tensor | None  # `(L, P)`
     seed: torch.Tensor | None  # of the dropout on summaries
@@ -355,7 +355,7 @@ def make_tables(
     _causal_attention_fwd_table_kernel[(late.segments * key_heads * columns * row_blocks,)](
         late.centroids, key, value, taken, late.exact, found.keys.order, found.keys.starts, *tables,
         key_heads, rows.group * C, key.shape[2], D, Dv, C, G, late.first, settings.segment_length, late.blocks,
-        row_blocks, settings.scale * LOG2_E, TANGENTS=settings.first_order, **config,
+        row_blocks, settings.scale * LOG2_E, TANGENTS=settings.linear_summaries, **config,
     )  # fmt: skip
     return tables
 
@@ -363,7 +363,7 @@ def make_tables(
 def attend_to_summaries(
     layout: Layout, rows: Rows, found: Clusters, late: Late, tables: Tables, output: torch.Tensor, lse: torch.Tensor
 ) -> None:
-    """Take what stands for all other older keys into outputs `(B, H, N, Dv)` and log-sum-exps `(B · H, tokens)`."""
+    """Take what stands for all other distant keys into outputs `(B, H, N, Dv)` and log-sum-exps `(B · H, tokens)`."""
     settings, query, (_, C, D) = layout.settings, rows.query, late.centroids.shape
     config, readers = forward_config(settings, query, output.shape[3]), late.readers
     tiles = readers.tiles.shape[1]

@@ -130,41 +130,46 @@ def blocks_of(
     # With a mask the numbers of the rows are loaded before the rows: as many stages again.
     sums["num_stages"] = 2 if chip.name == "hip" else 5 if masked else 3
     # Each reads what all parts of a problem left: more rows a program, fewer such readings.
-    offsets = {"BLOCK_R": 256 if wide else 512, "BLOCK_K": 16, "PARTS": 4, "num_warps": 4 if chip.name == "hip" else 8}
+    residuals = {
+        "BLOCK_R": 256 if wide else 512,
+        "BLOCK_K": 16,
+        "PARTS": 4,
+        "num_warps": 4 if chip.name == "hip" else 8,
+    }
     # So few registers that on a large chip three programs, and two of the other kernel, run side by side.
-    of_sums, of_offsets = ({"maxnreg": 168}, {"maxnreg": 128}) if chip.is_large else 2 * (chip.all_registers,)
-    return {"BLOCK_C": block_c} | sums | of_sums, {"BLOCK_C": block_c} | offsets | of_offsets
+    of_sums, of_residuals = ({"maxnreg": 168}, {"maxnreg": 128}) if chip.is_large else 2 * (chip.all_registers,)
+    return {"BLOCK_C": block_c} | sums | of_sums, {"BLOCK_C": block_c} | residuals | of_residuals
 
 
-@torch.library.custom_op("hf_effattn::query_offsets_triton", mutates_args=())
-def query_offsets(
+@torch.library.custom_op("hf_effattn::query_residuals_triton", mutates_args=())
+def query_residuals(
     query: torch.Tensor, labels: torch.Tensor, query_mask: torch.Tensor | None, clusters: int, rows: int
 ) -> torch.Tensor:
     """`η` `(B, H, n, D)` of `n = min(N, rows)` evenly spread queries, in their dtype."""
     B, H, N, D = query.shape
-    offsets = query.new_empty(B, H, min(N, rows), D)
-    if offsets.numel() == 0:
-        return offsets
+    residuals = query.new_empty(B, H, min(N, rows), D)
+    if residuals.numel() == 0:
+        return residuals
     chip, fitted = chip_of(query), find_rows(query, query_mask, rows)
     length = min(part_length(clusters, rows), block_width(fitted.most))
     splits = -(-fitted.most // length)
     sums, sizes = (query.new_empty(B * H * splits * clusters, d, dtype=torch.float32) for d in (D, 1))
     wide = query.dtype == torch.float32 or D % 16 > 0  # in halves, or number by number
-    of_sums, of_offsets = blocks_of(chip, wide, fitted.fit is not None, clusters, block_width(D))
+    of_sums, of_residuals = blocks_of(chip, wide, fitted.fit is not None, clusters, block_width(D))
     parts = -(-D // of_sums["BLOCK_K"]) * -(-clusters // of_sums["BLOCK_C"])
-    row_blocks = -(-fitted.most // of_offsets["BLOCK_R"])
+    row_blocks = -(-fitted.most // of_residuals["BLOCK_R"])
     inputs = *query.stride(), *labels.stride(), H, N, fitted.most, splits
     _query_offsets_sums_kernel[(B * H * splits * parts,)](
         query, labels, fitted.fit, sums, sizes, *inputs, length, clusters, D,
         PRECISION=chip.dot_precision(torch.float32), **of_sums,
     )  # fmt: skip
-    _query_offsets_kernel[(B * H * row_blocks * -(-D // of_offsets["BLOCK_K"]),)](
-        query, labels, fitted.fit, sums, sizes, offsets, *inputs, clusters, D, **of_offsets
+    _query_offsets_kernel[(B * H * row_blocks * -(-D // of_residuals["BLOCK_K"]),)](
+        query, labels, fitted.fit, sums, sizes, residuals, *inputs, clusters, D, **of_residuals
     )
-    return offsets
+    return residuals
 
 
-@query_offsets.register_fake
+@query_residuals.register_fake
 def _(query, labels, query_mask, clusters, rows):
     B, H, N, D = query.shape
     return query.new_empty(B, H, min(N, rows), D)
