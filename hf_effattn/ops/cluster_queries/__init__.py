@@ -6,7 +6,7 @@ import torch
 
 from ..kmeans import LARGEST_SEED as LARGEST_SEED
 from ..kmeans import check_seed
-from ..shared.arguments import LARGEST_KERNEL_DIM, check_counts, check_heads, check_mask, choose_backend
+from ..shared.arguments import LARGEST_KERNEL_DIM, check_counts, check_floats, check_heads, check_mask, choose_backend
 from . import batched, reference
 
 
@@ -89,13 +89,10 @@ def cluster_queries(
     check_counts(clusters=clusters, bits=bits, fit_queries=fit_queries)
     check_counts(minimum=0, iterations=iterations)
     check_seed(seed)
-    for name, tensor in (("query", query), ("key", key)):
-        if tensor is not None and not tensor.is_floating_point():
-            raise TypeError(f"{name} must be a floating-point tensor, got {tensor.dtype}")
-    if query.ndim != 4:
-        raise ValueError(f"query must have 4 dimensions (B, H, N, head_dim), got {tuple(query.shape)}")
+    check_floats("query", query, "(B, H, N, head_dim)")
     if key is not None:
-        if key.ndim != 4 or key.shape[0] != query.shape[0] or key.shape[3] != query.shape[3]:
+        check_floats("key", key, "(B, heads, M, head_dim)")
+        if key.shape[0] != query.shape[0] or key.shape[3] != query.shape[3]:
             raise ValueError(f"key {tuple(key.shape)} must agree with query {tuple(query.shape)} in B and head_dim")
         if key.device != query.device:
             raise ValueError(f"key must be on {query.device} like query, got {key.device}")

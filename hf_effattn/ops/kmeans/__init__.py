@@ -4,7 +4,7 @@ from typing import Any
 
 import torch
 
-from ..shared.arguments import check_count, check_mask, choose_backend
+from ..shared.arguments import check_count, check_floats, check_mask, choose_backend
 from . import batched, reference
 
 
@@ -65,10 +65,7 @@ def kmeans(
     if fit_points is not None:
         check_count("fit_points", fit_points)
     check_seed(seed)
-    if points.ndim != 3:
-        raise ValueError(f"points must have 3 dimensions (P, N, D), got {tuple(points.shape)}")
-    if not points.is_floating_point():
-        raise TypeError(f"points must be a floating-point tensor, got {points.dtype}")
+    check_floats("points", points, "(P, N, D)")
     check_mask("mask", mask, points[:, None])
     run = choose_backend(backend, (reference.kmeans, batched.kmeans, _triton), points.detach())
     # The forms take (B, H, N, D) and a mask (B, N): problems without a mask of their own are heads of one item.

@@ -5,7 +5,7 @@ from typing import Any
 
 import torch
 
-from ..shared.arguments import check_mask, choose_backend
+from ..shared.arguments import check_alike, check_floats, check_mask, choose_backend
 from ..shared.precision import accumulation_dtype
 from . import batched, reference
 
@@ -51,15 +51,8 @@ def neural_clustering(
         TypeError: words that are not floating-point, a mask that is not boolean.
     """
     for name, tensor in (("words", words), ("centroids", centroids)):
-        if tensor.ndim != 3:
-            raise ValueError(f"{name} must have 3 dimensions (B, rows, width), got {tuple(tensor.shape)}")
-        if not tensor.is_floating_point():
-            raise TypeError(f"{name} must be a floating-point tensor, got {tensor.dtype}")
-    if centroids.dtype != words.dtype or centroids.device != words.device:
-        raise ValueError(
-            f"words and centroids must share dtype and device, got {words.dtype} on {words.device}"
-            f" and {centroids.dtype} on {centroids.device}"
-        )
+        check_floats(name, tensor, "(B, rows, width)")
+    check_alike("centroids", centroids, "words", words)
     if centroids.shape[0] != words.shape[0] or centroids.shape[2] != words.shape[2]:
         raise ValueError(
             f"centroids {tuple(centroids.shape)} must agree with words {tuple(words.shape)} in B and width"

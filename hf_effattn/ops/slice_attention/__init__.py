@@ -5,7 +5,7 @@ from typing import Any
 
 import torch
 
-from ..shared.arguments import check_count, check_mask, check_query_key_value, choose_backend
+from ..shared.arguments import check_alike, check_count, check_mask, check_query_key_value, choose_backend
 from ..shared.dropout import draw_seed
 from . import batched, reference
 
@@ -137,8 +137,4 @@ def _check_positions(
         return
     if tuple(positions.shape) != expected:
         raise ValueError(f"{name} must have shape (heads, rows, head_dim) = {expected}, got {tuple(positions.shape)}")
-    if positions.dtype != query.dtype or positions.device != query.device:
-        raise ValueError(
-            f"{name} must share dtype and device with query, got {positions.dtype} on {positions.device} beside "
-            f"{query.dtype} on {query.device}"
-        )
+    check_alike(name, positions, "query", query)

@@ -4,7 +4,14 @@ from typing import Any
 
 import torch
 
-from ..shared.arguments import check_count, check_integers, check_mask, check_query_key_value, choose_backend
+from ..shared.arguments import (
+    check_alike,
+    check_count,
+    check_integers,
+    check_mask,
+    check_query_key_value,
+    choose_backend,
+)
 from ..shared.dropout import draw_seed
 from . import batched, reference
 
@@ -106,11 +113,7 @@ def sorted_block_attention(
     if membership is not None:
         if membership.ndim != 3 or membership.shape[:2] != (B, N) or membership.shape[2] == 0:
             raise ValueError(f"membership must be (B, N, k) = ({B}, {N}, k), got {tuple(membership.shape)}")
-        if membership.dtype != query.dtype or membership.device != query.device:
-            raise ValueError(
-                f"membership must share dtype and device with query, {query.dtype} on {query.device},"
-                f" got {membership.dtype} on {membership.device}"
-            )
+        check_alike("membership", membership, "query", query)
     differentiable = (query, key, value) if membership is None else (query, key, value, membership)
     forms = reference.sorted_block_attention, batched.sorted_block_attention, _triton
     run = choose_backend(backend, forms, query, key, value)

@@ -223,16 +223,14 @@ def centroid_pass(
 
 def score_chunks(tables: int, rows: int, bytes_per_row: int) -> list[tuple[int, int]]:
     """Ranges of the `tables · rows` rows whose scores fit into memory: whole tables, or parts of one."""
-    if tables * rows == 0:
+    if rows == 0:
         return []
     fitting = max(1, SCORE_BYTES // max(1, bytes_per_row))
-    step = min(tables, fitting // rows) * rows if fitting >= rows else fitting
-    chunks = []
-    first = 0
-    while first < tables * rows:
-        last = min(first + step, tables * rows)
-        if step < rows:
-            last = min(last, (first // rows + 1) * rows)
-        chunks.append((first, last))
-        first = last
-    return chunks
+    whole = max(1, fitting // rows) * rows  # rows of as many whole tables as fit, of one at least
+    step = min(fitting, whole)
+    chunks = (
+        (first, min(first + step, top + whole))
+        for top in range(0, tables * rows, whole)
+        for first in range(top, top + whole, step)
+    )
+    return [(first, min(last, tables * rows)) for first, last in chunks]
