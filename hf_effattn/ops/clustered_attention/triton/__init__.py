@@ -17,13 +17,14 @@ from ...shared.triton.cluster_table_forward import _cluster_table_fwd_kernel, bl
 from ...shared.triton.sort import SortedRows, cluster_means, empty_sorted, sort_by_cluster
 from ...shared.triton.tiles import LOG2_E, tile_config
 from ..reference import Inputs
-from .backward import (
+from .centroid_backward import by_key, centroid_backward
+from .kernels import (
     _clustered_attention_bwd_query_kernel,
+    _clustered_attention_fwd_kernel,
     _improved_clustered_attention_bwd_cluster_kernel,
     _improved_clustered_attention_bwd_dot_kernel,
+    _improved_clustered_attention_fwd_rest_kernel,
 )
-from .centroid_backward import by_key, centroid_backward
-from .forward import _clustered_attention_fwd_kernel, _improved_clustered_attention_fwd_rest_kernel
 
 TILE = 64  # queries that one program copies to
 ONLY_TOP_KEYS = {"HAS_SUMMARIES": False, "HAS_REST": True}

@@ -14,12 +14,10 @@ from ...shared.tables import empty_gradient
 from ...shared.triton.centroids import split_count
 from ...shared.triton.chips import chip_of
 from ..reference import Inputs
-from .backward import (
+from .kernels import (
     _neural_clustering_bwd_direction_kernel,
     _neural_clustering_bwd_score_kernel,
     _neural_clustering_bwd_word_kernel,
-)
-from .forward import (
     _neural_clustering_fwd_label_kernel,
     _neural_clustering_fwd_length_kernel,
     _neural_clustering_fwd_score_kernel,

@@ -13,12 +13,12 @@ from ...shared.tables import empty_gradient, empty_output, unwritten_output
 from ...shared.triton.chips import block_width, chip_of
 from ...shared.triton.tiles import LOG2_E, PART
 from ..reference import BLOCK_WEIGHTS, DIFFERENTIABLE, Inputs
-from .backward import (
+from .kernels import (
     _sorted_block_attention_bwd_key_kernel,
     _sorted_block_attention_bwd_membership_kernel,
     _sorted_block_attention_bwd_query_kernel,
+    _sorted_block_attention_fwd_kernel,
 )
-from .forward import _sorted_block_attention_fwd_kernel
 
 # Columns of the memberships' gradient that one program sums: those of another one find all scores anew.
 CLUSTER_COLUMNS = 256
