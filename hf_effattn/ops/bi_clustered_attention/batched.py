@@ -28,7 +28,7 @@ from ..shared.tables import chunks_of, cluster_sizes, draw_dropout, gradients_of
 from .exact_heads import ExactPart, KeyGradients, attend_exactly, exact_backward, exact_parts
 from .reference import LARGEST_VARIANCE_CORRECTION, Inputs, InputsByHead
 
-# How many times as large as queries, keys, values and output what is left to the backward pass beside them may be.
+# The backward pass keeps tables if all it keeps is at most this many times the queries, keys, values and output.
 MOST_KEPT = 2
 
 
@@ -172,7 +172,7 @@ def _forward(x: InputsByHead) -> list[torch.Tensor]:
             computed[_place(part)] = chunk
 
     for_every_chunk(attend_chunk, _parts(x), x.query.device)
-    # Threads finish in any order; a checkpoint wants the tensors of both of its passes in the same.
+    # Threads finish in any order, but a checkpoint compares the tensors of its two passes one by one.
     return [output, log_sum, top, *(as_tensors(sorted(computed.items(), key=itemgetter(0))) if x.keep else [])]
 
 
@@ -205,7 +205,7 @@ def gradients(
             for target, total in zip((grad_key, grad_value), sums.add(part, of_keys), strict=False):
                 part.chunk.store_keys(target, total)
             return
-        # With another number of threads the chunks are others.
+        # Another number of threads makes other chunks.
         chunk = computed.get(_place(part)) or _Chunk(part, x.with_counts(counts[part.first_head]), top)
         packed_grad = chunk.blocks.pack(part.queries(grad_output).to(chunk.packed_query.dtype))
         of_query, of_rows = chunk.backward(packed_grad)

@@ -66,7 +66,7 @@ def exact_parts(x: InputsByHead) -> list[ExactPart]:
         return []
     parts: list[ExactPart] = []
     threads = torch.get_num_threads() if x.dropout_seed is None and _in_flash(x) else 1
-    # Of so many numbers each head is a chunk.
+    # A buffer of this size makes every head a chunk.
     for chunk in chunks_of(x.query, x.key, x.key_mask, x.query_mask, CHUNK_BYTES, ~x.exact_heads):
         count = x.query.shape[2] if chunk.query_rows is None else len(chunk.query_rows)
         edges = [count * i // threads for i in range(threads + 1)]
@@ -102,7 +102,7 @@ def exact_backward(
     """
     dtype, chunk = accumulation_dtype(x.query.dtype), part.chunk
     if x.dropout_seed is None and _in_flash(x):
-        # What scaled_dot_product_attention runs there; inside of an operator there is no autograd to ask it by.
+        # What scaled_dot_product_attention runs on a CPU. Inside a custom op there is no autograd to call it through.
         q, k, v = (rows.to(dtype) for rows in _by_query_head(part, x))
         grad, out, of_scores = (
             chunk.queries(rows, part.rows).unflatten(1, (chunk.group, -1)).to(dtype)

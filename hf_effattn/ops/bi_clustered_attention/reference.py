@@ -14,7 +14,7 @@ from ..shared.dropout import TOPK_AND_SUMMARY_WEIGHTS, dropout_factor, exact_dro
 from ..shared.masking import repeat_heads, unmasked
 from ..shared.precision import SMALLEST as SMALLEST
 
-# Of the logarithm by which a key's mean mass over a cluster's queries exceeds that at the centroid. Where it would be
+# Largest logarithm by which a key's mean mass over a cluster's queries exceeds that at the centroid. Where it would be
 # more, residuals are large, and to count the key more heavily would be wrong for most of the queries.
 LARGEST_VARIANCE_CORRECTION = 0.5
 
@@ -115,7 +115,7 @@ def attend_head(
         own = labels == j
         centroid = centroids[j]
         scores = key @ centroid  # (M,)
-        # Exact keys T_j: what the mean of its cluster represents badly, not what weighs most.
+        # Exact keys T_j: those that the mean of their cluster represents badly, not those that weigh most.
         chosen = (scores.detach() + distances.clamp(min=SMALLEST).log()).topk(topk).indices
         rest = torch.ones_like(key_labels, dtype=torch.bool).index_fill(0, chosen, False)
 

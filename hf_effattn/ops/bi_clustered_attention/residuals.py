@@ -77,7 +77,7 @@ def _residuals(
     if counts is not None:
         counted = counts.repeat_interleave(H, dim=0)  # (B · H, n)
         points = points.masked_fill(~counted[..., None], 0.0)  # whatever padding holds
-    # Sums of ones, as torch.compile knows the shape of no bincount.
+    # Sums of ones: torch.compile does not know the shape of a bincount.
     sizes = cluster_sums(counted[..., None].to(points.dtype), index, B * H, clusters)
     means = cluster_sums(points, index, B * H, clusters) / sizes.clamp(min=1)
     return (points - means.flatten(0, 1).index_select(0, index).view_as(points)).view(B, H, *points.shape[1:])
@@ -119,14 +119,14 @@ def predicted_error(
     eta, counted = _only_counted(residuals.detach(), residuals_mask, dtype)
     within, mask = query_residuals(key, key_labels, key_clusters, query_mask=key_mask, rows=rows)
     within, keys = _only_counted(within, mask, dtype)
-    # Only where it is on: torch.distributed.pipelining cannot split a graph with the context of it.
+    # Only where autocast is on: torch.distributed.pipelining cannot split a graph that contains its context.
     with torch.autocast(key.device.type, enabled=False) if autocasts(key.device.type) else nullcontext():
         if key.is_cpu:
             counted = counted / group if residuals_mask is None else counted[:, :, None] / group
             keys = keys if mask is None else keys[:, :, None, None]
             eta = eta.unflatten(2, (group, -1))  # (B, P, group, n, D)
             return error_of(eta.mT @ eta, counted, within.mT @ within / keys, scale)
-        # A launch costs an accelerator's host more than all of this costs the accelerator.
+        # On an accelerator the launches cost the host more time than all of this arithmetic.
         return largest_product(eta, within, group) * (scale**2 * ERROR_PER_VARIANCE * group / (counted * keys))
 
 
@@ -154,7 +154,7 @@ def sum_of_products(rows: torch.Tensor, count: int) -> torch.Tensor:
     """
     D = rows.shape[-1]
     n = rows.numel() // max(1, count * D)
-    parts = PARTS if statically_known_true(n % PARTS == 0) else 1  # a length that a graph leaves open tells no part
+    parts = PARTS if statically_known_true(n % PARTS == 0) else 1  # a length that a graph leaves open is not cut
     rows = rows.reshape(count * parts, n // parts, D)
     products = torch.bmm(rows.mT, rows)
     return products if parts == 1 else products.view(count, parts, D, D).sum(dim=1)
@@ -176,7 +176,7 @@ def spread_rows(
     Returns `(n,)` row numbers, or with a mask `(B, n)` and which of them stand for a row, `(B, n)`.
     """
     N = tensor.shape[2]
-    count = min(count, N)  # a symbol in a graph of many lengths, where `len` would give the traced one
+    count = min(count, N)  # in a graph of many lengths a symbol; `len` would give the traced length
     places = torch.arange(count, device=tensor.device)
     if mask is None:
         return places * N // max(1, count), None

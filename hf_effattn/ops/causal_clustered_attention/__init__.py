@@ -16,12 +16,12 @@ from . import batched, reference
 from .sinks import check_sinks
 
 METHODS = ("clustered", "i-clustered", "bi-clustered")
-# The least loss of perplexity for the scores, on a language model: scripts/benchmark/language_model.py.
+# Least loss of perplexity per computed score, on a language model: scripts/benchmark/language_model.py.
 DEFAULT_SEGMENT_LENGTH = 1024
 DEFAULT_WINDOW = 256
-# More, of a segment's few, save a language model no loss on average: scripts/benchmark/language_model.py.
+# Fitting on more of a segment's queries does not lower a language model's loss: scripts/benchmark/language_model.py.
 FIT_QUERIES_PER_CLUSTER = 32
-LARGEST_GROUP = 32  # query heads that share keys: in the kernels each has a bit in the word of a key
+LARGEST_GROUP = 32  # query heads that share keys: each has a bit of a key's 32-bit word in the kernels
 
 
 def _triton(*arguments: Any) -> torch.Tensor:

@@ -1,7 +1,7 @@
 """Causal attention over clusters for a CPU: a few large steps for many segments, on parts of one softmax.
 
-Beside the inputs the backward pass gets what of the forward pass is dear and as small as they are: the output, the
-log-sum-exp, and the labels. Tables are made again. All arithmetic is in float32, or float64 for float64 inputs.
+Beside the inputs the backward pass gets what is expensive to compute and as small as they are: the output, the
+log-sum-exp and the labels. It makes the tables again. All arithmetic is in float32, or float64 for float64 inputs.
 
 Sizes: `P` key/value heads of a chunk, `g` query heads that share one, `N` queries and keys, `S` segments of a batch,
 `n` queries of a segment, `C` query clusters per query head. What belongs to a batch's segments is `(P · S, g, n, ·)`.
@@ -26,17 +26,18 @@ from .reference import Settings, add_special, without_special
 from .segment_batches import SegmentBatch, segment_batches
 from .sinks import HAVE_GRADIENTS, add_sinks_, gradient_of_sinks
 
-# Of the key/value heads of a chunk, all together: fewer make too small steps, more leave the cache.
+# Rows of all key/value heads of a chunk: with fewer the steps are too small, with more they leave the cache.
 CHUNK_ROWS = 2**15
-# Queries of a segment that attend to their own keys in one step: of torch's causal step a score takes twice as long as
-# of its other one, but every step has a price.
+# Queries of a segment that attend to their own keys in one step. A score of torch's causal attention takes twice as
+# long as one of its full attention, but every call has a price.
 SQUARE = 256
 
 
 def chunks(settings: Settings) -> list[RowChunk]:
-    """On a CPU as many key/value heads at once as make a few large steps, whatever the number of texts in the batch.
+    """Chunks of key/value heads; on a CPU of as many as make a few large steps.
 
-    Otherwise what a text gets would differ in its last bits from what it gets alone.
+    Their size does not depend on the number of texts: otherwise a text in a batch would differ in its last bits from
+    the text alone.
     """
     query, key, _, key_mask = settings[:4]
     heads, numbers = key.shape[1], 0
@@ -54,13 +55,13 @@ def row_parts(length: int) -> list[slice]:
 
 
 class _Segments:
-    """The parts of one softmax of a batch: of a segment's own keys, those of the window, and distant ones."""
+    """The parts of one softmax for the segments of a batch: their own keys, the window's, and distant keys."""
 
     def __init__(self, chunk: "_Chunk", batch: SegmentBatch) -> None:
         self.chunk, self.batch = chunk, batch
         self.query = batch.cut(chunk.query, batch.rows)
         self.distant: DistantPart | None = None
-        # Of which of the `P · S` heads of segments, the distant keys' number, and the part.
+        # Which of the `P · S` heads of segments, how many distant keys they have, and the part.
         self.exact_distant: list[tuple[torch.Tensor, int, LocalPart]] = []
         self.previous: PreviousQueries | None = None
         if batch.new.stop:
@@ -139,7 +140,7 @@ class _Segments:
         of_key: torch.Tensor,
         of_value: torch.Tensor,
     ) -> None:
-        """Add to the gradients of a chunk's rows, but for those of the completed keys by clusters.
+        """Add to the gradients of a chunk's rows, except what completed keys get through their clusters.
 
         `whole` is what `attend` has found.
         """
@@ -198,16 +199,16 @@ class _Chunk:
         return rows.unflatten(1, (self.chunk.group, -1))
 
     def segments(self) -> Iterator[_Segments]:
-        """A batch after the other."""
+        """One batch of segments after the other."""
         for batch in self.batches:
             yield _Segments(self, batch)
 
     def local_parts(
         self, query: torch.Tensor, batch: SegmentBatch
     ) -> Iterator[tuple[slice, list[tuple[int, LocalPart]]]]:
-        """Rows of every segment over their own keys, and over all from the window on that stand before those.
+        """Rows of every segment, with their parts: over their own keys, and over all keys from the window to those.
 
-        With the number of the first key, in the first segment.
+        Each part comes with the number of its first key in the first segment.
         """
         begin, window = batch.start - batch.window, batch.window
         # Copied once, for all parts.
@@ -227,7 +228,7 @@ class _Chunk:
             yield rows, found
 
     def exact_factor(self, heads: torch.Tensor, rows: slice, keys: slice) -> torch.Tensor | None:
-        """Dropout `(heads, g, n, m)` of exact weights, by other numbers than those of the other columns."""
+        """Dropout `(heads, g, n, m)` of exact weights, drawn apart from that of the other columns."""
         if self.seed is None:
             return None
         N, own, p, g = self.all_rows, self.chunk.query_rows, self.settings.dropout_p, self.chunk.group
@@ -248,7 +249,7 @@ class Kept(NamedTuple):
 
     @staticmethod
     def empty(x: Settings) -> "Kept":
-        """Zeros, to be written; of no rows where nothing is to be kept."""
+        """Zeros to be written, without rows where nothing is to be kept."""
         query, key, value = x[:3]
         N = query.shape[2] if x.keeps else 0
         of_queries, of_keys = (*query.shape[:2], N), (*key.shape[:2], N)
@@ -297,7 +298,8 @@ def gradients(
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]:  # fmt: skip
     """Gradients of query, key, value and sinks, of what `Kept` holds and the arguments of `_forward`.
 
-    A call that seemed to have no way back kept nothing, and has one where its graph was exported without gradients.
+    A call without gradients keeps nothing. A graph that was exported so may still be asked for gradients: then the
+    forward pass runs again.
     """
     if len(output) and output.shape[2] < settings.query.shape[2]:
         _, output, log_sum, query_labels, key_labels = _forward(settings._replace(keeps=True))

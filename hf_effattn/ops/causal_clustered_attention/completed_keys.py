@@ -1,7 +1,7 @@
-"""The keys that segments have seen over clusters, for a CPU: packed by cluster once, read by all later segments.
+"""Keys of completed segments, for a CPU: packed by cluster once, and read by all later segments.
 
-Sizes: `P` key/value heads of a chunk, `S` segments of a batch, `m` keys that each is the first to see so, `G` clusters
-of these, `nb` blocks of `L` keys per head.
+Sizes: `P` key/value heads of a chunk, `S` segments of a batch, `m` keys that become distant for each, `G` clusters of
+these, `nb` blocks of `L` keys per head.
 """
 
 from math import inf
@@ -20,10 +20,10 @@ from .segment_batches import SegmentBatch, key_block_length, places_of
 
 
 class CompletedKeys:
-    """The keys and values of a chunk `(P, N, ·)` that segments have seen over clusters, and the clusters.
+    """Completed keys and values of a chunk `(P, N, ·)`, and their clusters.
 
-    Of every segment its clusters and places stand behind those of the segments before, and stay. How many they are
-    depends on no key.
+    The clusters and places of a segment stand behind those of the segments before, and do not change any more. Their
+    number does not depend on the keys.
 
     Attributes:
         places: `nb · L`, of the rows in use.
@@ -120,9 +120,9 @@ class CompletedKeys:
         self.places, self.G, self.width, self.segments = places.stop, self.G + S * G, width, S
 
     def hide_later(self, numbers: torch.Tensor, value: float, width: int) -> torch.Tensor:
-        """Put a number where a segment of the last batch would see keys of later ones: `(P, S · ·, columns, ...)`.
+        """Fill in `value` where a segment of the last batch would see keys of later ones: `(P, S · ·, columns, ...)`.
 
-        `width` is how many of the columns, of which the last are of that batch, each segment has.
+        The last columns belong to that batch, `width` of them to each segment.
         """
         S = self.segments
         if S > 1:
@@ -133,7 +133,7 @@ class CompletedKeys:
         return numbers
 
     def predicted(self, of_heads: torch.Tensor, batch: SegmentBatch) -> torch.Tensor:
-        """The error that they will make, `(P · S,)`; `of_heads` are covariances of residuals, `(P · S, g, D, D)`."""
+        """Predicted errors of the segments `(P · S,)`; `of_heads`: covariances of residuals `(P · S, g, D, D)`."""
         within = (self.within / self._distant(batch)).flatten(0, 1)
         return (of_heads * within[:, None]).sum(dim=(2, 3)).amax(dim=1) * ERROR_PER_VARIANCE
 

@@ -24,7 +24,7 @@ from .segment_batches import SegmentBatch
 
 
 class PreviousQueries:
-    """Clusters of the previous queries `(P · S, g, n', D)` that segments read.
+    """Clusters of the previous segments' queries `(P · S, g, n', D)`.
 
     Attributes:
         labels: `(P · S, g, n')`.
@@ -64,14 +64,14 @@ class PreviousQueries:
         return nearest(query.flatten(0, 1), directions, half_norms).view(heads, g, -1)
 
     def gradient(self, grad_centroids: torch.Tensor) -> torch.Tensor:
-        """Of the previous queries `(P · S, g, n', D)`, for that of the centroids `(P, S · g · C, D)`."""
+        """Gradient of the previous queries `(P · S, g, n', D)`, given that of the centroids `(P, S · g · C, D)`."""
         heads, g, _ = self.counts.shape
         of_members = grad_centroids.flatten(0, 1) / self.counts.view(-1, 1).clamp(min=1)
         return of_members.index_select(0, self.index).view(heads, g, -1, grad_centroids.shape[2])
 
 
 class DistantSummaries:
-    """The exact keys of every query head, and what its clusters see of the others: a table of summaries.
+    """The exact keys of every query head, and a table of summaries of the other distant keys for its clusters.
 
     A summary is tilted at the centroid: its score is the log-mass there, or the tangent of it. All segments of a batch
     have the completed keys of its last one; those that are not distant for a segment have no mass there.
@@ -120,7 +120,7 @@ class DistantSummaries:
         """
         keys = self.keys
         scores = torch.bmm(self.centroids[heads, own], self.rows[heads, :, : keys.D].transpose(1, 2))
-        # An empty place scores 0, which the largest of a cluster never is below: their mean is 0.
+        # An empty place scores 0. The largest score of a cluster is never below 0, as its scores have mean 0.
         shift = torch.zeros_like(self.mean_scores[heads, own])
         lowest = torch.finfo(shift.dtype).min
         if taken is not None:
@@ -144,13 +144,16 @@ class DistantSummaries:
         """As `_masses`, without `T`; weighs anew where all of up to `most` keys may lie below `LEAST_LOG_WEIGHT`."""
         mass = self._masses()
         unsure = ((mass > 0) & (mass < most * self._least_sure())).unflatten(1, (self.S, -1)).flatten(2).any(dim=2)
-        for p, segment in unsure.nonzero().tolist():  # one by one: none may see whether a later one is unsure
+        for (
+            p,
+            segment,
+        ) in unsure.nonzero().tolist():  # one by one: whether a later segment is unsure must change nothing here
             head, own = slice(p, p + 1), self._centroids_of(segment)
             self.weights[head, own], self.shift[head, own] = self._weigh(head, own, self.weights[head, own] == 0)
         return self._masses() if unsure.any() else mass
 
     def _least_sure(self) -> float:
-        """A sum of weights, per weight, beside which `LEAST_LOG_WEIGHT` is rounding."""
+        """Mean weight from which on the weights that `LEAST_LOG_WEIGHT` cuts off are below rounding."""
         return math.exp(LEAST_LOG_WEIGHT) / torch.finfo(self.weights.dtype).eps
 
     def _masses(self) -> torch.Tensor:
@@ -218,7 +221,7 @@ class DistantSummaries:
         self.table = ClusterTable(table_keys.flatten(0, 1), tilted[..., D:].flatten(0, 1).contiguous())
 
     def backward(self, grad: ClusterTable) -> torch.Tensor:
-        """Gradient of the centroids `(P, S · g · C, D)`; adds to those of the keys' rows. Spoils the weights."""
+        """Gradient of the centroids `(P, S · g · C, D)`; adds to those of the keys' rows. Overwrites the weights."""
         keys, D, J = self.keys, self.keys.D, self.centroids.shape[1]
         grad_keys, grad_values = (rows.unflatten(0, (self.P, J)) for rows in (grad.keys, grad.values))
         grad_log_mass = grad_keys[..., D]
@@ -239,7 +242,7 @@ class DistantSummaries:
             weights, rows = self._by_block(self.weights[p]), self.rows[p].unflatten(0, (-1, keys.L))
             of_mass = constant[p].T.index_select(0, self.clusters[p])[..., None]
             grad_scores = torch.baddbmm(of_mass, of_blocks, rows.transpose(1, 2)).mul_(weights)  # (nb, S · g · C, L)
-            # Of both factors of the rows at once: they are the largest numbers here, and read and written once.
+            # Both factors in one product: the rows, the largest tensors here, are read and written once.
             seen = of_blocks.new_empty(len(of_blocks), 2 * J, of_blocks.shape[2])
             seen[:, :J] = of_blocks
             seen[:, J:, :D] = self.centroids[p]
@@ -247,7 +250,7 @@ class DistantSummaries:
             target = grad_rows[p, : keys.places].unflatten(0, (-1, keys.L))
             target.baddbmm_(torch.cat([weights, grad_scores], dim=1).transpose(1, 2), seen)
             grad_centroids[p] += torch.bmm(grad_scores, rows[..., :D]).sum(dim=0)
-        # Q̄_j·K_t is the score of what remains of the key, and of its cluster's mean.
+        # Q̄_j·K_t is the score of the key less its cluster's mean, and of that mean.
         return grad_centroids.add_(grad_log_mass @ self.means[..., :D])
 
 
@@ -311,7 +314,7 @@ class DistantPart:
         return found
 
     def _together(self) -> LocalPart:
-        """Exact keys and the summaries at the one centroid, as the keys of one step."""
+        """Exact keys and the summaries at the only centroid, as the keys of one step."""
         exact, table, D = self.exact, self.summaries.table, self.shape[3]
         key, value = torch.cat([exact.key, table.keys[..., :D]], dim=1), torch.cat([exact.value, table.values], dim=1)
         bias = F.pad(table.keys[..., D], (exact.key.shape[1], 0))[:, None, None]

@@ -52,7 +52,7 @@ class LocalPart:
             return output, log_sum[..., None]
         scores = self.scores()
         log_sum = scores.logsumexp(dim=3, keepdim=True)
-        weights = scores.softmax(dim=3)  # not by the log-sum-exp: its last bits weigh where scores are large
+        weights = scores.softmax(dim=3)  # not from the log-sum-exp, which is too coarse where scores are large
         if self.factor is not None:
             weights *= self.factor
         return weights @ self.value[:, None], log_sum

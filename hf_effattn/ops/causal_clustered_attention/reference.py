@@ -13,7 +13,7 @@ from ..kmeans.reference import cluster_points, nearest
 from ..shared.dropout import TOPK_AND_SUMMARY_WEIGHTS, dropout_factor, exact_dropout_rows
 from ..shared.masking import repeat_heads
 
-# Of Lloyd's algorithm, at most: a second round saves no error that its time would not save elsewhere.
+# Most rounds of Lloyd's algorithm: the time of a second one lowers the error more if it is spent elsewhere.
 MOST_ITERATIONS = 1
 
 
@@ -42,7 +42,7 @@ class Settings(NamedTuple):
 
     @property
     def linear_summaries(self) -> bool:
-        """Whether a summary follows the query, instead of staying what it is at the centroid."""
+        """Whether summaries are linear in the query, instead of constant at their centroid."""
         return self.method == "bi-clustered"
 
     @property
@@ -52,7 +52,7 @@ class Settings(NamedTuple):
 
     @property
     def rounds(self) -> int:
-        """Of Lloyd's algorithm, of queries and of keys."""
+        """Rounds of Lloyd's algorithm, of queries and of keys."""
         return min(self.iterations, MOST_ITERATIONS)
 
     def columns(self, length: int) -> int:
@@ -72,10 +72,10 @@ class Settings(NamedTuple):
 def without_special(value: torch.Tensor, key_mask: torch.Tensor | None) -> tuple[torch.Tensor, torch.Tensor | None]:
     """Values `(B, heads, N, Dv)` with 0 for NaN and infinities, and what these add to every output of their head.
 
-    A product gives a later value the weight 0, and 0 times NaN would be NaN in outputs before it. None, and the values
-    themselves, where all are finite.
+    In a matrix product a later value has weight 0, and 0 times NaN would be NaN in earlier outputs. Where all values
+    are finite, returns them and None.
     """
-    # As usual: told in one pass and without memory. What overflows the sum is looked at one by one.
+    # The usual case is found in one pass without memory. Where the sum overflows, every value is looked at.
     if bool(value.detach().sum(dtype=torch.promote_types(value.dtype, torch.float32)).isfinite()):
         return value, None
     special = ~value.isfinite()
@@ -106,7 +106,7 @@ class QueryClusters:
 def query_clusters(
     previous: torch.Tensor, readers: torch.Tensor, metric: torch.Tensor, settings: Settings
 ) -> QueryClusters:
-    """Of previous queries `(n, D)`, in the metric of the distant keys, for a segment's queries."""
+    """Clusters of previous queries `(n, D)` in the metric of the distant keys, and the nearest for each reader."""
     with torch.no_grad():
         points, others = (rows.to(metric.dtype) for rows in (previous, readers))
         found, _ = cluster_points(
@@ -189,14 +189,14 @@ class Dropout:
     first_problem: int  # number of the first query head
 
     def __call__(self, head: int, own: slice, first: int) -> torch.Tensor:
-        """Of a segment's rows: of its local keys from `first` on, of its exact keys and its summaries."""
+        """Factors of a segment's rows: of its local keys from `first` on, of its exact keys and its summaries."""
         p, N, problem = self.settings.dropout_p, self.query.shape[2], self.first_problem + head
         shape = N, self.settings.columns(N)
         factor = dropout_factor(shape, self.query, p, int(self.seed), problem, TOPK_AND_SUMMARY_WEIGHTS)
         start = own.start - self.settings.window  # of the first column
         near = self.settings.distant(own.start)
         columns = [factor[self.rows][own, near - start : own.stop - start]]
-        if first < near:  # exact: other numbers than those of the other columns
+        if first < near:  # exact weights, drawn apart from those of the other columns
             seed = self.seed + 1
             drawn = exact_dropout_rows(N, N, self.rows, self.rows, self.query, p, seed, problem)
             columns.insert(0, torch.cat([of_rows for _, of_rows in drawn if of_rows is not None])[own, first:near])
@@ -257,7 +257,7 @@ def attend_segment(
             own_clusters = clustered[head].chosen
             chosen = exact_keys(clustered[head], key[:first], distances, settings.topk)
         for j in own_clusters.unique():
-            # Of all rows: their number must tell no row how many later ones have its cluster, by a last bit.
+            # All rows, not those of the cluster: how many later ones share it must change no last bit of a product.
             scores, values, columns = [local], [value[first:end]], [*range(end - first)]
             if clustered:
                 centroid = clustered[head].centroids[j]

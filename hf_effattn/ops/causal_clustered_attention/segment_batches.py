@@ -1,4 +1,4 @@
-"""Segments that are worked on at once: neighbours of equal sizes, in few large steps.
+"""Batches of segments that are computed at once: neighbours of equal sizes, in few large steps.
 
 Sizes: `P` key/value heads of a chunk, `g` query heads that share one, `S` segments of a batch, `n` tokens of each.
 What belongs to several segments has them behind the heads, `(P · S, ...)`.
@@ -12,7 +12,7 @@ import torch
 from ..shared.cluster_blocks import block_length
 from .reference import Settings
 
-# The most numbers that a batch looks at in one step, where it has more than one segment: 4 MiB in float32.
+# Most numbers that a batch of more than one segment reads in one step: 4 MiB in float32.
 BATCH_NUMBERS = 2**20
 
 
@@ -25,8 +25,8 @@ class SegmentBatch:
         length (`int`): `n`.
         window (`int`): keys before each segment that it attends to exactly.
         topk (`int`): distant keys that it attends to exactly.
-        new (`slice`): the keys that the first segment is the first to see over clusters; as many of every other one
-            stand behind each other. Empty where there are no distant keys.
+        new (`slice`): the keys that become distant with the first segment; as many for each of the other segments
+            follow. Empty where there are no distant keys.
         fitted (`slice`): the queries whose clusters the first segment reads.
         count (`int`): `S`.
     """
@@ -46,12 +46,12 @@ class SegmentBatch:
 
     @property
     def new_keys(self) -> slice:
-        """Those that the segments are the first to see over clusters."""
+        """Keys that become distant with these segments."""
         return slice(self.new.start, self.new.start + self.count * (self.new.stop - self.new.start))
 
     @property
     def previous_queries(self) -> slice:
-        """Those whose clusters the segments read."""
+        """Queries of the segments before each of these, whose clusters they read."""
         return slice(self.fitted.start, self.fitted.start + self.count * (self.fitted.stop - self.fitted.start))
 
     @property
@@ -61,7 +61,7 @@ class SegmentBatch:
         return [self.new.stop + i * step for i in range(self.count)]
 
     def continues(self, other: "SegmentBatch") -> bool:
-        """Whether this one, of one segment, can be the next segment of another."""
+        """Whether this batch of one segment can be the next segment of another batch."""
         sizes = ("length", "window", "topk")
         alike = all(getattr(self, name) == getattr(other, name) for name in sizes)
         steps = ((self.new, other.new_keys, other.new), (self.fitted, other.previous_queries, other.fitted))
@@ -79,7 +79,7 @@ class SegmentBatch:
         return rows.unflatten(0, (-1, self.count)).transpose(1, 2).flatten(2, 3)
 
     def keys(self, rows: torch.Tensor, first: int, width: int) -> torch.Tensor:
-        """Of rows of keys `(P, N, D)` those from `first` on, and for every next segment `n` further: `(P · S, m, D)`.
+        """Rows of keys `(P, N, D)` from `first` on, and for every next segment `n` further on: `(P · S, m, D)`.
 
         `first` and `width` `m` are those of the first segment.
         """
@@ -129,7 +129,7 @@ def segment_batches(settings: Settings, length: int, heads: int) -> Iterator[Seg
 
 
 def places_of(keys: int, settings: Settings) -> int:
-    """Places that so many keys of a segment take in blocks of one cluster each, however they are clustered."""
+    """Places for so many keys of a segment in blocks of one cluster each, however they are clustered."""
     clusters, L = min(settings.key_clusters, keys), key_block_length(settings)
     return (clusters + (keys - clusters) // L) * L
 

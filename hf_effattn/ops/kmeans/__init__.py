@@ -68,7 +68,7 @@ def kmeans(
     check_floats("points", points, "(P, N, D)")
     check_mask("mask", mask, points[:, None])
     run = choose_backend(backend, (reference.kmeans, batched.kmeans, _triton), points.detach())
-    # The forms take (B, H, N, D) and a mask (B, N): problems without a mask of their own are heads of one item.
+    # The forms take (B, H, N, D) and a mask (B, N). Without a mask, all problems are heads of one item.
     batch_dim = 0 if mask is None else 1
     fit_points = points.shape[1] if fit_points is None else fit_points
     labels, centroids = run(points.detach().unsqueeze(batch_dim), mask, clusters, iterations, fit_points, seed)

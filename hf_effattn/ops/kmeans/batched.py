@@ -12,10 +12,10 @@ from ..shared.row_chunks import CHUNK_BYTES, EVERY_ROW, RowChunk, row_chunks
 from .reference import Inputs, as_sign, empty_clusters
 from .sampling import SEEDING, most_fit_rows, seed_rows, strided_rows
 
-FEW = 1 / 4  # of the candidates, as many seeds need less than all products of them
-# Of the scores of points and centroids, which several operators read: a half of a core's cache.
+FEW = 1 / 4  # with more seeds than this share of the candidates, all products at once are cheaper
+# Bytes of scores at once, which several operators read: half of a core's cache.
 BLOCK_BYTES = 2**20
-WHOLE_ROWS = 256  # a block's rows are a multiple of: products of others are slower
+WHOLE_ROWS = 256  # a block has a multiple of so many rows, as products of others are slower
 
 
 def take_rows(points: torch.Tensor, rows: torch.Tensor) -> torch.Tensor:
@@ -32,7 +32,7 @@ class Points:
     own: torch.Tensor  # (P, N, D), a view
     counted: torch.Tensor | None  # the places of those rows, None = all
     planes: torch.Tensor | None = None  # (D, bits): the signs of the rows' projections stand for them
-    # What was asked for, by number.
+    # What was asked for, by how many rows.
     _places: dict[int, slice | torch.Tensor] = field(default_factory=dict)
     _spread: dict[int, torch.Tensor] = field(default_factory=dict)
 
@@ -160,8 +160,8 @@ def nearest_marks(
     (P, clusters, _), N, half_norms = directions.shape, columns.shape[2], half_norms[..., None]
 
     def of_block(block: torch.Tensor) -> torch.Tensor:
-        # On a CPU argmax would be the dearest step of all, as it takes one number at a time; these take vectors of
-        # them, and a comparison does so in place only.
+        # On a CPU argmax would be the slowest step of all, as it takes one number at a time. These operators take
+        # vectors of them; a comparison does so in place only.
         scores = torch.bmm(directions, block).sub_(half_norms)  # (P, C, n)
         return scores.ge_(scores.amax(dim=1, keepdim=True)).mul_(marks).amax(dim=1)
 

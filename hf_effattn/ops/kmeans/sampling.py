@@ -20,7 +20,7 @@ def strided_rows(length: int, count: int) -> torch.Tensor:
     return torch.from_numpy(_spread(length, min(length, count)))
 
 
-@lru_cache  # arrays: a tensor would be of the mode that was on when it was made
+@lru_cache  # arrays: a cached tensor would keep the mode (inference, grad) in which it was made
 def _spread(length: int, count: int) -> np.ndarray:
     return np.arange(count) * length // max(1, count)
 
@@ -55,8 +55,8 @@ class Seeding:
         return strided_rows(length, self.most_rows(clusters))
 
 
-# Of the forms in PyTorch, and of the kernels, where a step waits for the one before while most of the chip is idle.
-# Shorter chains find seeds as good for most heads; those of a BERT's first two layers lose by them.
+# The PyTorch forms, then the kernels, in which each step waits for the one before while most of the chip is idle.
+# Shorter chains find seeds that are as good for most heads, but worse for those of a BERT's first two layers.
 SEEDING = Seeding(seeds=64, rows=512)
 KERNEL_SEEDING = Seeding(seeds=8, rows=64)
 

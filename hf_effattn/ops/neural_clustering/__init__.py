@@ -67,7 +67,7 @@ def neural_clustering(
     forms = reference.neural_clustering, batched.neural_clustering, _triton
     run = choose_backend(backend, forms, words, centroids, any_width=True)
     cosine = similarity == "cosine"
-    # In float32 and rounded once: the same under autocast, which leaves norms in 16 bits on a CPU, not on a GPU.
+    # In float32 and rounded once, so that autocast changes nothing: it takes norms in 16 bits on a CPU, not on a GPU.
     centroids = centroids.to(accumulation_dtype(words.dtype))
     directions = float(sharpness) * (reference.unit(centroids) if cosine else centroids)
     return run(words, directions.to(words.dtype), cosine, mask)

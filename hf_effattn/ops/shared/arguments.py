@@ -19,7 +19,7 @@ from .torch_internals import is_followed_by_func
 
 BACKENDS = ("reference", "batched", "triton")
 HAS_TRITON = find_spec("triton") is not None
-OLDEST_TRITON = 3, 4  # that has what the kernels are made of
+OLDEST_TRITON = 3, 4  # has all that the kernels use
 LARGEST_KERNEL_DIM = 256  # a row of a tile must fit into a chip's registers and shared memory
 KERNEL_DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 LABELS = {"query": ("labels", "clusters"), "key": ("key_labels", "key_clusters")}  # names of the arguments

@@ -14,7 +14,7 @@ from .precision import LEAST_LOG_WEIGHT
 from .tables import softmax_
 from .torch_internals import softmax_backward
 
-# Of the scores of some blocks at once: more would be mapped and faulted in anew each time, and leave the cache.
+# Bytes of the scores at once. More would leave the cache, and the allocator would fault them in each time.
 SCORES_BYTES = 4 * 2**20
 
 

@@ -16,9 +16,9 @@ from .precision import LEAST_LOG_WEIGHT, SMALLEST, accumulation_dtype
 from .tables import cluster_rows, cluster_sizes
 from .topk import largest
 
-# Logarithm of the mass of a cluster without a key: no weight, and finite, as empty places of a block multiply it by 0.
+# Log-mass of a cluster without keys: no weight, but finite, as empty places of a block multiply it by 0.
 NO_MASS = -1e30
-# The largest weight of a cluster is 1; what all its keys together stay below, all of them exact, is the least.
+# The largest weight of a cluster is 1. Less mass than this remains only where all of its keys are exact.
 LEAST_MASS = 1e-20
 
 
@@ -120,7 +120,7 @@ class Summaries:
         if top is None:
             biased = self.scores.unflatten(2, (-1, keys.blocks.length)) + keys.per_block(self.mean_scores)[..., None]
             biased = biased.flatten(2).add_(preference[:, None])
-            # Without any, no place is looked for.
+            # Without exact keys no place is looked for.
             top = largest(biased, self.T, in_order=in_order) if self.T else biased[..., :0].long()
         self.top = top[..., : self.T]  # (P, C, T)
         rows = torch.arange(self.P, device=self.top.device)[:, None, None] * self.scores.shape[2]
@@ -136,7 +136,7 @@ class Summaries:
         index = keys.clusters[:, None].expand(-1, self.C, -1)
         shift.scatter_reduce_(2, index, by_block.amax(dim=3), "amax")
         by_block.sub_(keys.per_block(shift)[..., None]).clamp_(min=LEAST_LOG_WEIGHT).exp_()
-        self.weights = scores  # w_jt, of the largest of its cluster
+        self.weights = scores  # w_jt over the largest of its cluster
         width = keys.rows.shape[3]
         parts = keys.rows.new_empty(self.P, keys.clusters.shape[1], self.C, width)
         for p in range(self.P):
@@ -199,7 +199,7 @@ class Summaries:
             grad_scores[p] = block_scores.transpose(0, 1).flatten(1)
             grad_packed[p] = torch.bmm(weights.transpose(1, 2), table[..., :-1])
         grad_packed[..., :D] += (grad_scores.transpose(1, 2) @ self.centroids).view_as(grad_packed[..., :D])
-        # Q̄_j·K_t is the score of what remains of the key, and of its cluster's mean.
+        # Q̄_j·K_t is the score of the key less its cluster's mean, and of that mean.
         of_means = grad_log_mass @ keys.mean_keys()
         grad_centroids += (torch.bmm(grad_scores, keys.keys().to(dtype)) + of_means).flatten(0, 1)
         flat = grad_packed.reshape(-1, D + keys.Dv).index_add_(0, self.top_places, grad_exact.flatten(0, 1))

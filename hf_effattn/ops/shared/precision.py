@@ -4,9 +4,9 @@ import math
 
 import torch
 
-# Of a squared distance whose logarithm is taken: a key that its cluster's mean represents perfectly.
+# Least squared distance whose logarithm is taken: of a key that its cluster's mean represents perfectly.
 SMALLEST = 1e-30
-# Of a weight beside the largest: below, exp takes some processors fifty times as long, and products with denormal
+# Least log-weight beside the largest: below, exp takes some processors fifty times as long, and products with denormal
 # numbers ten times.
 LEAST_LOG_WEIGHT = -60.0
 

@@ -7,7 +7,7 @@ import torch
 from ..shared.dropout import dropout_factor
 from ..shared.masking import masked_softmax, repeat_heads, zero_masked
 
-# The gate of two words that share no cluster: the logarithm stays finite, and the pair a way back.
+# Gate of two words that share no cluster: its logarithm is finite, and the pair has a gradient.
 MEMBERSHIP_FLOOR = 1e-4
 BLOCK_WEIGHTS = 0
 DIFFERENTIABLE = ("query", "key", "value", "membership")
@@ -51,7 +51,7 @@ def check_values(x: Inputs) -> None:
         ranked = labels.gather(1, order).long()
         same = ranked[:, 1:] == ranked[:, :-1]
         sorted_ = (ranked[:, 1:] > ranked[:, :-1]) | (same & (order[:, 1:] > order[:, :-1]))
-        # Where masked words stand among each other says nothing.
+        # The order of masked words among each other does not matter.
         if not (sorted_ if key_mask is None else sorted_ | ~counts[:, 1:]).all():
             raise ValueError("order must be stably sorted by labels; cluster_order(labels, mask=key_mask) is")
 

@@ -30,7 +30,7 @@ from ..reference import Inputs
 from .forward import Saved, load_lift, load_spread, load_taken
 from .products import cluster_products
 
-CENTROID_PROGRAMS = 264  # enough to keep a large chip busy
+CENTROID_PROGRAMS = 264  # so many programs keep a large chip busy
 
 
 @kernel
@@ -193,7 +193,7 @@ def attend_backward(
     P, rows, words, group = B * Hk, H // Hk * clusters, saved.taken.shape[2], H // Hk
     config = tile_config(query, D, Dv, backward=True)
     sums_config = tile_config(query, D, Dv, backward=True, two_sums=True)
-    # Three sums a program, of tables that seldom have more than 32 key clusters.
+    # A program holds three sums, and tables seldom have more than 32 key clusters.
     summary_config = sums_config | {"ROWS": min(sums_config["ROWS"], 64 // query.element_size())}
     key_config = table_config(query, D, Dv)
     tiles = queries.tiles.shape[1]

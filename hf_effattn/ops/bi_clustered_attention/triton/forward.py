@@ -20,8 +20,8 @@ from ...shared.triton.tiles import LOG2_E, LOWEST, load_operand, load_rows, load
 from ..reference import LARGEST_VARIANCE_CORRECTION, SMALLEST, Inputs
 from .products import cluster_products
 
-TILES = 4  # of keys, for which one program holds the covariance
-SUM_PROGRAMS = 512  # that add up products of queries: few leave few sums, of many each is done sooner
+TILES = 4  # of keys: one program keeps the covariance for so many
+SUM_PROGRAMS = 512  # that add up products of queries: few of them leave few sums, many are each done sooner
 SMALLEST_SQUARE = tl.constexpr(SMALLEST)
 # Of the largest variance correction, as an exponent of 2.
 LIFT_LIMIT = tl.constexpr(LARGEST_VARIANCE_CORRECTION * LOG2_E)
@@ -334,7 +334,7 @@ def make_tables(
     dipoles = key.new_empty(P * rows, D, Dv)
     config = tile_config(key, D, Dv, backward=True, two_sums=True)
     if config["COLUMNS"] == 32 and config["ROWS"] == 64 and max(D, Dv) <= 64:
-        config["COLUMNS"] = 64  # half as many steps, each of which waits
+        config["COLUMNS"] = 64  # half as many steps: each waits for the one before
     blocks = -(-rows // config["ROWS"])
     _bi_clustered_attention_fwd_table_kernel[(P * G * blocks,)](
         centroids, key, value, log_squares, taken, exact_heads, keys.order, keys.starts, table_keys, table_values,

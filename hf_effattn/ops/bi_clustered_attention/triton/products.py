@@ -140,7 +140,7 @@ def cluster_products(
     blocks = -(-D // block_d)
     rows = max(16, min(64, 4096 // block_v) // halves**2)
     if weights is not None and (D % 8 or Dv % 8):
-        rows = max(16, rows // 2)  # number by number they take more registers
+        rows = max(16, rows // 2)  # rows that are loaded number by number take more registers
     num_warps = 8 if block_v > 128 and chip.name == "cuda" else 4
     three_fit = chip.is_large and num_warps == 4 and (weights is not None or halves > 1)  # side by side
     registers = {"maxnreg": 168} if three_fit else chip.all_registers
@@ -153,7 +153,7 @@ def cluster_products(
         SAME=a is b and blocks == 1,
         ROWS=rows, BLOCK_D=block_d, BLOCK_V=block_v,
         PRECISION=chip.dot_precision(a.dtype), num_warps=num_warps,
-        # With weights there are no registers for rows that are a step further ahead.
+        # With weights no registers are left to load rows another step ahead.
         num_stages=3 if chip.name == "cuda" and weights is None else 2, **registers,
     )  # fmt: skip
     return products, sums

@@ -127,16 +127,16 @@ def blocks_of(
     """Block sizes, warps, stages and registers of the two kernels; `wide`: a row takes many registers."""
     block_c = min(64, block_width(clusters))
     sums = {"BLOCK_R": 32 if wide else 128, "BLOCK_K": min(32, block_d), "num_warps": 4}
-    # With a mask the numbers of the rows are loaded before the rows: as many stages again.
+    # With a mask, row numbers are loaded before the rows, which takes as many stages again.
     sums["num_stages"] = 2 if chip.name == "hip" else 5 if masked else 3
-    # Each reads what all parts of a problem left: more rows a program, fewer such readings.
+    # Each program reads what all parts of a problem left: with more rows to a program, this is read less often.
     residuals = {
         "BLOCK_R": 256 if wide else 512,
         "BLOCK_K": 16,
         "PARTS": 4,
         "num_warps": 4 if chip.name == "hip" else 8,
     }
-    # So few registers that on a large chip three programs, and two of the other kernel, run side by side.
+    # On a large chip three programs of the first kernel run side by side with so few registers, and two of the second.
     of_sums, of_residuals = ({"maxnreg": 168}, {"maxnreg": 128}) if chip.is_large else 2 * (chip.all_registers,)
     return {"BLOCK_C": block_c} | sums | of_sums, {"BLOCK_C": block_c} | residuals | of_residuals
 
@@ -154,7 +154,7 @@ def query_residuals(
     length = min(part_length(clusters, rows), block_width(fitted.most))
     splits = -(-fitted.most // length)
     sums, sizes = (query.new_empty(B * H * splits * clusters, d, dtype=torch.float32) for d in (D, 1))
-    wide = query.dtype == torch.float32 or D % 16 > 0  # in halves, or number by number
+    wide = query.dtype == torch.float32 or D % 16 > 0  # multiplied in halves, or loaded number by number
     of_sums, of_residuals = blocks_of(chip, wide, fitted.fit is not None, clusters, block_width(D))
     parts = -(-D // of_sums["BLOCK_K"]) * -(-clusters // of_sums["BLOCK_C"])
     row_blocks = -(-fitted.most // of_residuals["BLOCK_R"])

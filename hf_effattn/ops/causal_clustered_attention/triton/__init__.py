@@ -59,7 +59,7 @@ def _forward(x: Settings) -> list[torch.Tensor]:
     layout = Layout.of(x)
     compaction = None if x.key_mask is None else Compaction.of(x.key_mask)
     rows, output = laid_out(x, layout, compaction), unwritten_output(x.query, x.value)
-    # Of rows behind the last token no kernel reads more than that their weights are 0.
+    # Rows behind the last token have log-sum-exp inf, so that their weights are 0.
     lse = torch.full((rows.heads, layout.padded), inf, dtype=torch.float32, device=output.device)
     attend_near(layout, rows, output, lse, (0, min(layout.first_late, layout.segments)))
     saved = _fake(x)[2:]

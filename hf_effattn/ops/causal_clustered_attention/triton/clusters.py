@@ -24,7 +24,7 @@ from .metric import known_centroids, prefix_metrics, residual_metrics
 
 
 class Clusters(NamedTuple):
-    """Of all late segments."""
+    """Clusters of all late segments."""
 
     labels: torch.Tensor  # of the previous queries, `(L · P · g, n)`
     centroids: torch.Tensor  # `(L · P · g, C, D)` in the dtype of the query
@@ -38,7 +38,7 @@ class Clusters(NamedTuple):
 
 
 def find_clusters(layout: Layout, rows: Rows, tiles: tuple[int, int]) -> Clusters:
-    """Of these rows; `tiles`: rows of a tile of queries, and of keys."""
+    """Clusters of these rows; `tiles`: rows of a tile of queries, and of keys."""
     settings, L, (_, _, _, D) = layout.settings, layout.late, rows.query.shape
     P, g, n, C = rows.heads // rows.group, rows.group, settings.segment_length, settings.clusters
     previous = layout.previous(rows.query)

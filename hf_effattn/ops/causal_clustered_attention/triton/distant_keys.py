@@ -39,7 +39,7 @@ class Late(NamedTuple):
 
     @classmethod
     def of(cls, found: Clusters, first: int, count: int, heads: int, seed: torch.Tensor | None) -> "Late":
-        """Of all of them those; `heads` are `P · g`, `seed` that of all dropout."""
+        """`count` of all late segments from the `first` on; `heads` are `P · g`, `seed` that of all dropout."""
         own = slice(first * heads, (first + count) * heads)
         rows = found.readers
         readers = SortedRows(rows.order[own], rows.starts[own], rows.tiles[own], rows.clusters, rows.tile)
@@ -49,7 +49,7 @@ class Late(NamedTuple):
         return cls(first, count, found.centroids[own], found.starts[own], readers, exact, seed)
 
     def own(self, rows: torch.Tensor) -> torch.Tensor:
-        """Of rows of every query head in every late segment, those of these segments: `(L · P · g, ·)`."""
+        """The rows that belong to these segments, of rows of every query head in every late segment."""
         problems = len(self.centroids)
         return rows[self.first * (problems // self.segments) :][:problems]
 

@@ -41,13 +41,13 @@ class BackwardPass:
         self.seed = settings.dropout_seed
         self.config = tile_config(rows.query, self.D, self.Dv, backward=True)
         self.sums_config = tile_config(rows.query, self.D, self.Dv, backward=True, two_sums=True)
-        # What is drawn for dropout takes the registers of half of the columns.
+        # Dropout's random numbers take the registers of half of the columns.
         fewer = {"COLUMNS": 16} if settings.dropout_seed is not None else {}
         self.near_config = self.sums_config | fewer
         self.key_config = table_config(rows.query, self.D, self.Dv)
 
     def run(self, found: Clusters | None, top: torch.Tensor) -> None:
-        """All of it, by what the forward pass found: `found` is None where no segment is late."""
+        """Launch everything. `found`: what the forward pass found, None where no segment is late."""
         layout, rows = self.layout, self.rows
         self._near_queries((0, min(layout.first_late, layout.segments)))
         self._near_keys(None if found is None else found.exact)
@@ -83,7 +83,7 @@ class BackwardPass:
         )  # fmt: skip
 
     def _exact_keys(self, late: Late, top: torch.Tensor) -> None:
-        """Of heads in some late segments the exact keys, `(L · B · H, topk)`."""
+        """Gradients of the exact keys `(L · B · H, topk)` of some late segments."""
         layout, rows, topk = self.layout, self.rows, top.shape[1]
         if not topk:
             return
@@ -95,7 +95,7 @@ class BackwardPass:
             layout.first_late + late.first, layout.settings.segment_length, topk, blocks, *self.factors,
             **self.near_config,
         )  # fmt: skip
-        # Places without a key hold 0 and may go anywhere.
+        # Places without a key hold 0, so they may be added to any row.
         first = torch.arange(len(self.keys), device=top.device) * self.keys.shape[1]
         first = first.repeat_interleave(rows.group).repeat(late.segments)[:, None]
         self.keys.view(-1, self.keys.shape[2]).index_add_(
@@ -103,7 +103,7 @@ class BackwardPass:
         )
 
     def _distant(self, found: Clusters, late: Late, top: torch.Tensor) -> None:
-        """Through the tables of some late segments."""
+        """Gradients through the tables of some late segments."""
         layout, rows, (D, Dv), group = self.layout, self.rows, (self.D, self.Dv), self.rows.group
         C, G = late.centroids.shape[1], found.keys.clusters
         n, blocks = layout.settings.segment_length, late.blocks
@@ -153,7 +153,7 @@ class BackwardPass:
         self._previous_queries(found, late, parts.sum(dim=1))
 
     def _previous_queries(self, found: Clusters, late: Late, grad_centroids: torch.Tensor) -> None:
-        """Each gets its share of the gradient of its centroid, `(L · B · H · C, D)`."""
+        """Give each previous query its share of the gradient of its centroid, `(L · B · H · C, D)`."""
         layout, labels = self.layout, late.own(found.labels)
         sizes = late.starts[:, :-1].diff(dim=1)
         of_members = grad_centroids / sizes.view(-1, 1).clamp(min=1)

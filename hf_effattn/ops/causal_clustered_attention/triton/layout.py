@@ -16,7 +16,7 @@ from ..reference import Settings
 
 @dataclass(frozen=True)
 class Layout:
-    """What is where, of an op's settings; depends on no number but the sizes."""
+    """Where segments and blocks lie, for an op's settings; it depends on sizes alone."""
 
     settings: Settings
     length: int  # `N`

@@ -103,7 +103,9 @@ def attend_near(
     (query, key, value), settings, (first, count) = rows, layout.settings, segments
     H, D, Dv = query.shape[1], query.shape[3], value.shape[3]
     config = forward_config(settings, query, Dv)
-    config["num_stages"] = min(2, config["num_stages"])  # of two loops: more ahead would leave room for two programs
+    config["num_stages"] = min(
+        2, config["num_stages"]
+    )  # with two loops, a third stage would leave room for two programs only
     tiles, topk = -(-settings.segment_length // config["ROWS"]), 0 if top is None else top.shape[1]
     _causal_attention_fwd_near_kernel[(rows.heads * count * tiles,)](
         query, key, value, settings.dropout_seed, settings.sinks, top if topk else None, exact, output, lse,

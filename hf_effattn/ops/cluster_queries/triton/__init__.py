@@ -123,7 +123,7 @@ def keys_metric(key: torch.Tensor, rows: Rows) -> torch.Tensor:
     """`G` `(B · Hk, D, D)` of the fitted rows of keys `(B, Hk, M, D)`."""
     B, heads, _, D = key.shape
     chip, block_d, wide = chip_of(key), block_width(D), key.dtype == torch.float32
-    # As long whatever the number of rows: padding behind changes no sum. The products of a part are as large as it.
+    # The length of a part does not depend on the rows, so padding changes no sum. A part is as large as its products.
     part = max(FEWEST, 4 * block_d)
     splits = -(-rows.most // part)
     metric, products, sums = (

@@ -15,7 +15,7 @@ from .lloyd import _kmeans_assign_kernel, _kmeans_update_kernel
 from .rows import Rows, find_rows
 from .seeding import _kmeans_seed_kernel
 
-# Of a round in one launch: clusters at most, all of which a program holds, and fitted rows that it labels.
+# For a round in one launch: the most clusters, all held by one program, and the fitted rows that it labels.
 MOST_HELD, PART = 128, 256
 
 
@@ -45,7 +45,7 @@ def update_blocks(block_d: int, wide: bool, chip: Chip, clusters: int) -> dict[s
     if wide or block_d > 64:
         sizes = 16, 32, min(block_d, 32), 8 if block_d > 128 else 4, 1
     else:
-        # Few clusters are shared by more programs; of many each would read all rows once more.
+        # Few clusters are split over more programs. With many, each of those would read all rows once more.
         large = (16, 256, block_d, 8, 3) if clusters <= 64 else (32, 256, block_d, 8, 2)
         sizes = large if chip.is_large else (16, 128, block_d, 4, 3)
     return dict(zip(("BLOCK_C", "BLOCK_R", "BLOCK_K", "num_warps", "num_stages"), sizes, strict=True))
@@ -72,7 +72,7 @@ def fit(
     result = Centroids(origin, centroids, directions, half_norms)
     per_metric = 1 if metric is None else P // metric.shape[0]
     groups = -(-clusters // 16) if binary else KERNEL_SEEDING.groups(clusters)
-    # Once a program has arrived, NVIDIA's chips make sure that what it stored before is seen: AMD's barrier does not.
+    # On NVIDIA's chips, what a program stored is visible once it has arrived. AMD's barrier does not ensure that.
     in_one_launch = chip.is_large and not wide and block_d <= 64 and clusters <= MOST_HELD
     update = update_blocks(block_d, wide, chip, clusters) | chip.all_registers
     if in_one_launch:

@@ -8,9 +8,9 @@ import triton.language as tl
 
 from ...shared.triton.launch import kernel
 
-# So many rows' mean is subtracted from all points: distances do not see it, and products lose no digits to a shift.
+# The mean of so many rows is subtracted from all points. No distance changes, and products keep their digits.
 ORIGIN_SAMPLE: tl.constexpr = tl.constexpr(32)
-# So many fitted rows are found without a table, by products of 31 bits.
+# Up to so many fitted rows are found by products that fit into 31 bits, without a table.
 MOST_FOUND = 2**15
 
 

@@ -97,7 +97,7 @@ def _forward(x: Inputs) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch
         exact, total = (words.new_zeros(*shape, dtype=torch.float32) for shape in ((B, k, d), (B, k)))
         return exact.to(words.dtype, copy=True), labels, exact, total, inverse
     config = _config(words, words.dtype)
-    # For a kernel that keeps several blocks of columns in registers, not a tile's sum over them.
+    # For kernels that hold several blocks of columns in registers instead of one tile's sum.
     narrow = config | {"BLOCK_D": config["BLOCK_D"] // 2}
     walk = Walk.over(words, k, config, torch.float32.itemsize)
     sizes, parts = walk.as_arguments()
@@ -165,7 +165,7 @@ def gradients(
     grad_words = words.new_empty(words.shape)
     if words.numel() == 0:
         return grad_words, directions.new_zeros(directions.shape)
-    # In 16 bits a share of one word among many times its gradient is 0 unless the exponent is float32's.
+    # One word's share among many, times its gradient, underflows to 0 in float16; bfloat16 has float32's exponents.
     stored = torch.float32 if words.dtype == torch.float16 else words.dtype
     config = _config(words, stored)
     narrow = config | {"BLOCK_D": config["BLOCK_D"] // 2}

@@ -20,9 +20,9 @@ from .softmax import CENTROID_KIND, KINDS, softmax_weights
 from .tiles import LOG2_E, LOWEST, dot_by_parts, load_mask, tile_config
 from .topk import WHOLE_ROW, _select_candidates_kernel, select_topk
 
-BINS = 1024  # of a row, at least, if there are as many keys
-FEW_CANDIDATES, CANDIDATES = 512, 2048  # keys that one program scores again: if bins allow as few, at most
-SCORE_BYTES = 2**28  # of bins that are in memory at once
+BINS = 1024  # at least so many of a row, if there are as many keys
+FEW_CANDIDATES, CANDIDATES = 512, 2048  # keys that one program scores again: the wanted and the largest number
+SCORE_BYTES = 2**28  # of the bins in memory at once
 PROGRAMS = 264  # two for each of the 132 multiprocessors of a large chip, where they run side by side
 
 
@@ -182,7 +182,7 @@ def centroid_pass(
     rows = centroids.shape[0] * centroids.shape[1] // max(1, B * Hk)
     config = tile_config(key, D, Dv)
     if topk and not (key_mask is dropout_seed is bias is None):
-        # The bins leave no registers for more.
+        # Bins leave no registers for more columns.
         config["COLUMNS"] = min(config["COLUMNS"], 32 if max(config["BLOCK_D"], config["BLOCK_V"]) <= 64 else 16)
     bin_keys = bin_length(M, topk)
     whole_bins = bin_keys * config["COLUMNS"]

@@ -9,15 +9,15 @@ from triton import knobs
 from triton.runtime import driver
 from triton.runtime.jit import JITFunction
 
-# Arguments that change with the length of the inputs or with their number: Triton is not to compile a kernel anew
-# where one of them is 1 or a multiple of 16. It may where the length itself is: that saves registers.
+# Arguments that change with the length of the inputs or with their number. Triton must not compile a kernel again
+# where one of them is 1 or a multiple of 16. It may for the length itself, as that saves registers.
 LENGTHS = (
     *("numbers", "columns", "slots", "tiles", "blocks", "splits", "first_row", "last_row", "slices"),
     *("first_share", "fit_rows", "seed", "bin_keys", "block_rows"),
     *("first_late", "first_segment", "segments", "places"),
 )
 REMEMBERS = torch.version.hip is None  # AMD's kernels are compiled for the sizes of tensors, too
-MOST_REMEMBERED = 256  # launches of a kernel: lengths that come once only must not fill the memory
+MOST_REMEMBERED = 256  # launches of a kernel, so that lengths that come only once do not fill the memory
 ALIGNMENT = 16  # bytes; Triton compiles for tensors that begin at a multiple, and for others
 
 

@@ -9,7 +9,7 @@ from .launch import kernel
 from .tiles import load_mask
 
 WHOLE_ROW = 4096  # numbers of a row that a program holds in registers
-ROW_OF_A_WARP = 1024  # of these one warp can: nothing waits for another one
+ROW_OF_A_WARP = 1024  # so many fit into one warp, which waits for no other
 
 
 @triton.jit

@@ -33,7 +33,7 @@ from .tiles import (
 )
 
 GRADIENT_ROWS = 16
-ROWS_OF_A_SINK_SPLIT = 128  # queries that one program walks before those of a sink are split
+ROWS_OF_A_SINK_SPLIT = 128  # queries that one program reads, before those of a sink are split
 LARGEST_SINK_SPLIT = 32
 
 
@@ -392,7 +392,7 @@ def gradients(
     sinks = {name: tensors.pop(name) for name in ("sink_ptr", "sink_count_ptr")}
     inverse_sizes = tensors.pop("inverse_size_ptr")
     parts = last_part + (2 if extension else 1)
-    # The position terms of a key differ from part to part, so where they need a gradient the parts stay apart.
+    # A key's position terms differ from part to part: where they need a gradient, the parts stay apart.
     apart = parts if flags["HAS_KEY_POSITIONS"] else 1
     grad_query = empty_gradient(query)
     grad_keys, grad_values = (x.new_empty(apart, *x.transpose(1, 2).shape).transpose(2, 3) for x in (key, value))
@@ -432,7 +432,7 @@ def gradients(
             for arguments in (flags, tensors, config):
                 arguments.pop(name, None)
         of_batch, rows = B * key.shape[1], config["ROWS"]
-        # Float32's widest rows leave no registers for a second way out.
+        # Float32's widest rows leave no registers for a second kind of store.
         in_parts = query.element_size() * max(config["BLOCK_D"], config["BLOCK_V"]) < 1024
         splits = min(LARGEST_SINK_SPLIT, -(-N // ROWS_OF_A_SINK_SPLIT)) if in_parts else 1
         key_parts, value_parts = (query.new_empty(of_batch * rows, splits, x, dtype=torch.float32) for x in (D, Dv))

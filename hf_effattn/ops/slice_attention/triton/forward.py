@@ -24,8 +24,8 @@ from .tiles import (
 
 LOWEST_LSE = tl.constexpr(torch.finfo(torch.float32).min)
 LN_2 = tl.constexpr(0.6931471805599453)
-MOST_AT_ONCE = 8192  # tokens that a program looks for sinks among in one step: the steps wait for each other
-SLICES = 64  # whose sizes a program finds
+MOST_AT_ONCE = 8192  # tokens that a program searches for sinks in one step, as the steps wait for each other
+SLICES = 64  # slices whose sizes a program counts
 
 
 @kernel

@@ -20,7 +20,7 @@ from .kernels import (
     _sorted_block_attention_fwd_kernel,
 )
 
-# Columns of the memberships' gradient that one program sums: those of another one find all scores anew.
+# Columns of the memberships' gradient that one program sums. A second program would compute all scores again.
 CLUSTER_COLUMNS = 256
 KINDS_OF_WEIGHTS = 1
 
@@ -31,7 +31,7 @@ def _texts(x: Inputs) -> tuple[torch.Tensor | None, ...]:
     N = order.shape[1]
     words = torch.full_like(block_length, N) if x.key_mask is None else x.key_mask.sum(dim=1)
     ranked = None if labels is None else labels.gather(1, order).to(torch.int32)
-    # A block longer than its text is the text.
+    # A block is at most as long as its text.
     lengths = block_length.clamp(max=max(1, N)).to(torch.int32)
     return order.to(torch.int32).contiguous(), ranked, x.membership, lengths, words.to(torch.int32), x.dropout_seed
 
