@@ -26,44 +26,48 @@ from ..shared.precision import accumulation_dtype, in_products, product_dtype, s
 from ..shared.row_chunks import RowChunk
 from ..shared.tables import chunks_of, cluster_sizes, draw_dropout, gradients_of_chunks, output_of_chunks, table_rows
 from .exact_heads import ExactPart, KeyGradients, attend_exactly, exact_backward, exact_parts
-from .reference import LARGEST_VARIANCE_CORRECTION, Inputs, InputsByHead
+from .reference import LARGEST_VARIANCE_CORRECTION, Inputs
 
 # The backward pass keeps tables if all it keeps is at most this many times the queries, keys, values and output.
 MOST_KEPT = 2
 
 
-def largest_buffer(x: Inputs) -> int:
+Counts = tuple[int, int, int]  # query clusters, key clusters and exact keys of a head
+
+
+def largest_buffer(x: Inputs, counts: Counts) -> int:
     """Numbers per head in the centroids' scores, the sums over blocks of keys, the tables that query blocks read."""
-    length, key_length = block_length(x.query.shape[2] / x.clusters), block_length(x.key.shape[2] / x.key_clusters)
-    blocks, key_blocks = x.clusters + x.query.shape[2] // length, x.key_clusters + x.key.shape[2] // key_length
-    head_dim = max(x.key.shape[3], x.value.shape[3])
-    columns = min(x.topk, x.key.shape[2]) + x.key_clusters
+    (C, G, topk), N, M = counts, x.query.shape[2], x.key.shape[2]
+    length, key_length = block_length(N / C), block_length(M / G)
+    blocks, key_blocks = C + N // length, G + M // key_length
+    head_dim, columns = max(x.key.shape[3], x.value.shape[3]), min(topk, M) + G
     return max(
-        x.clusters * x.key.shape[2], key_blocks * x.clusters * 2 * head_dim, blocks * max(columns, length) * head_dim,
-        blocks * length * columns, (x.clusters + x.key_clusters) * head_dim**2,
+        C * M, key_blocks * C * 2 * head_dim, blocks * max(columns, length) * head_dim, blocks * length * columns,
+        (C + G) * head_dim**2,
     )  # fmt: skip
 
 
-def _is_kept(x: Inputs) -> bool:
+def _is_kept(x: Inputs, counts: Counts) -> bool:
     """Whether what a chunk computes is small enough to be left to the backward pass."""
-    (N, D), (M, Dv) = x.query.shape[2:], x.value.shape[2:]
+    (C, G, topk), (N, D), (M, Dv) = counts, x.query.shape[2:], x.value.shape[2:]
     rows = N * D + M * (D + Dv)
-    tables = x.clusters * (M + (x.topk + 2 * x.key_clusters) * (D + Dv)) + (x.clusters + x.key_clusters) * D * Dv
+    tables = C * (M + (topk + 2 * G) * (D + Dv)) + (C + G) * D * Dv
     return rows + tables <= MOST_KEPT * (rows + N * Dv)
 
 
 class _Chunk:
     """What both passes compute of a chunk: the tables of its query clusters."""
 
-    def __init__(self, chunk: RowChunk, x: Inputs, top: torch.Tensor | None = None) -> None:
+    def __init__(self, chunk: RowChunk, x: Inputs, counts: Counts, top: torch.Tensor | None = None) -> None:
         """`top`: places of the exact keys, `(B, heads, group · C, T)`, as the forward pass has found them."""
+        clusters, key_clusters, topk = counts
         dtype, products = accumulation_dtype(x.query.dtype), product_dtype(x.query.dtype)
         self.of_queries, self.of_keys = split_scale(x.scale, products)
         scaled_keys, values = in_products(chunk.keys(x.key), self.of_keys), chunk.keys(x.value).to(products)
-        keys = KeyClusters(scaled_keys, values, chunk.keys(x.key_labels), x.key_clusters)
+        keys = KeyClusters(scaled_keys, values, chunk.keys(x.key_labels), key_clusters)
         self.keys, self.P, self.G, self.D, self.Dv = keys, keys.P, keys.G, keys.D, keys.Dv
-        self.T, self.C = min(x.topk, keys.M), chunk.group * x.clusters
-        self.index = table_rows(chunk, x.labels, x.clusters)
+        self.T, self.C = min(topk, keys.M), chunk.group * clusters
+        self.index = table_rows(chunk, x.labels, clusters)
         sizes = cluster_sizes(self.index, self.P, self.C)
         self.sizes = sizes.clamp(min=1)[..., None]  # (P, C, 1)
         self.blocks = ClusterBlocks.of(self.index, sizes)
@@ -83,7 +87,7 @@ class _Chunk:
 
         self.factor = None
         if x.dropout_seed is not None:
-            shape, kind = (x.query.shape[2], min(x.topk, x.key.shape[2]) + self.G), TOPK_AND_SUMMARY_WEIGHTS
+            shape, kind = (x.query.shape[2], min(topk, x.key.shape[2]) + self.G), TOPK_AND_SUMMARY_WEIGHTS
             factor = draw_dropout(chunk, shape, self.packed_query, x.dropout_p, x.dropout_seed, kind)
             factor = torch.cat([factor[..., : self.T], factor[..., -self.G :]], dim=2)
             self.factor = self.blocks.pack(factor.view(self.P, -1, self.T + self.G))
@@ -129,7 +133,7 @@ class _Chunk:
         return grad_query.mul_(self.of_queries), keys.blocks.unpack(grad_rows, self.P)
 
 
-def _parts(x: InputsByHead) -> list[RowChunk | ExactPart]:
+def _parts(x: Inputs) -> list[RowChunk | ExactPart]:
     """Exact heads, then chunks of heads with the same counts, the dearest first: no thread waits long for the last."""
     counts = x.counts()
     chunks: list[RowChunk] = []
@@ -138,7 +142,7 @@ def _parts(x: InputsByHead) -> list[RowChunk | ExactPart]:
         if len(set(counts)) > 1:
             others = torch.tensor([own != one for own in counts]).expand(x.key.shape[:2])
             skip = others if skip is None else others | skip
-        chunks += chunks_of(x.query, x.key, x.key_mask, x.query_mask, largest_buffer(x.with_counts(one)), skip)
+        chunks += chunks_of(x.query, x.key, x.key_mask, x.query_mask, largest_buffer(x, one), skip)
     return [*exact_parts(x), *chunks]
 
 
@@ -149,7 +153,7 @@ def _place(part: RowChunk) -> tuple[int, int, int]:
     return part.batch, part.first_head, part.last_head
 
 
-def _forward(x: InputsByHead) -> list[torch.Tensor]:
+def _forward(x: Inputs) -> list[torch.Tensor]:
     """`V_i = Σ_{t∈T} p_it V_t + Σ_c p_ic Ṽ_jc + r_i η^T M_j` with `T = T_j`, `j = l(i)`, what `_kept` says, tables."""
     output = output_of_chunks(x.query, x.key, x.value, x.key_mask, x.query_mask)
     log_sum, top = _kept(x)
@@ -163,12 +167,12 @@ def _forward(x: InputsByHead) -> list[torch.Tensor]:
             if of_scores is not None:
                 part.chunk.store_queries(log_sum, of_scores, part.rows)
             return
-        own = x.with_counts(counts[part.first_head])
-        chunk = _Chunk(part, own)
+        own = counts[part.first_head]
+        chunk = _Chunk(part, x, own)
         values = attend(chunk.table, chunk.blocks, chunk.packed_query, chunk.factor)
         part.store_queries(output, chunk.blocks.unpack(values, chunk.P))
         part.of_heads(top)[:, : chunk.C, : chunk.T] = chunk.summaries.top
-        if x.keep and _is_kept(own):
+        if x.keep and _is_kept(x, own):
             computed[_place(part)] = chunk
 
     for_every_chunk(attend_chunk, _parts(x), x.query.device)
@@ -176,7 +180,7 @@ def _forward(x: InputsByHead) -> list[torch.Tensor]:
     return [output, log_sum, top, *(as_tensors(sorted(computed.items(), key=itemgetter(0))) if x.keep else [])]
 
 
-def _kept(x: InputsByHead) -> tuple[torch.Tensor, torch.Tensor]:
+def _kept(x: Inputs) -> tuple[torch.Tensor, torch.Tensor]:
     """Zeros for what the forward pass leaves to the backward pass.
 
     Log-sum-exp of the queries of exact heads `(B, H, N, 1)`, and the places of exact keys `(B, heads, group · C, T)`.
@@ -188,7 +192,7 @@ def _kept(x: InputsByHead) -> tuple[torch.Tensor, torch.Tensor]:
 
 
 def gradients(
-    grad_output: torch.Tensor, forward: list[torch.Tensor], x: InputsByHead
+    grad_output: torch.Tensor, forward: list[torch.Tensor], x: Inputs
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
     """Gradients of query, key and value, labels and sets `T_j` held fixed; `forward` is what the forward op gave."""
     output, log_sum, top, *kept = forward
@@ -206,7 +210,7 @@ def gradients(
                 part.chunk.store_keys(target, total)
             return
         # Another number of threads makes other chunks.
-        chunk = computed.get(_place(part)) or _Chunk(part, x.with_counts(counts[part.first_head]), top)
+        chunk = computed.get(_place(part)) or _Chunk(part, x, counts[part.first_head], top)
         packed_grad = chunk.blocks.pack(part.queries(grad_output).to(chunk.packed_query.dtype))
         of_query, of_rows = chunk.backward(packed_grad)
         part.store_queries(grad_query, of_query)
@@ -217,11 +221,11 @@ def gradients(
     return grad_query, grad_key, grad_value
 
 
-def _fake(x: InputsByHead) -> list[torch.Tensor]:
+def _fake(x: Inputs) -> list[torch.Tensor]:
     return [output_of_chunks(x.query, x.key, x.value, x.key_mask, x.query_mask), *_kept(x)]
 
 
-_op = register_op("bi_clustered_attention", InputsByHead, _forward, gradients, fake=_fake, keeps=slice(None))
+_op = register_op("bi_clustered_attention", Inputs, _forward, gradients, fake=_fake, keeps=slice(None))
 
 
 def bi_clustered_attention(*arguments: Any) -> torch.Tensor:

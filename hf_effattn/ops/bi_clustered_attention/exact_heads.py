@@ -15,7 +15,7 @@ from ..shared.dropout import exact_dropout_rows
 from ..shared.precision import accumulation_dtype
 from ..shared.row_chunks import CHUNK_BYTES, RowChunk
 from ..shared.tables import chunks_of
-from .reference import InputsByHead
+from .reference import Inputs
 
 FLASH = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu
 FLASH_BACKWARD = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu_backward
@@ -57,7 +57,7 @@ class KeyGradients:
         return first
 
 
-def exact_parts(x: InputsByHead) -> list[ExactPart]:
+def exact_parts(x: Inputs) -> list[ExactPart]:
     """Each key/value head that is True in `exact_heads` `(B, heads)`, if it has queries and keys, a part per thread.
 
     With dropout, whose numbers are drawn one after the other, a head is one part.
@@ -74,7 +74,7 @@ def exact_parts(x: InputsByHead) -> list[ExactPart]:
     return parts
 
 
-def attend_exactly(part: ExactPart, x: InputsByHead) -> tuple[torch.Tensor, torch.Tensor | None]:
+def attend_exactly(part: ExactPart, x: Inputs) -> tuple[torch.Tensor, torch.Tensor | None]:
     """Output of a part's queries, `(1, group · rows, Dv)`, and log-sum-exp of their scores `(1, group · rows, 1)`.
 
     None where the backward pass does not need it.
@@ -94,7 +94,7 @@ def attend_exactly(part: ExactPart, x: InputsByHead) -> tuple[torch.Tensor, torc
 
 
 def exact_backward(
-    part: ExactPart, grad_output: torch.Tensor, output: torch.Tensor, log_sum: torch.Tensor, x: InputsByHead
+    part: ExactPart, grad_output: torch.Tensor, output: torch.Tensor, log_sum: torch.Tensor, x: Inputs
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
     """Gradients of a part's queries, keys and values, `(1, rows, D)`, in float32 or float64.
 
@@ -128,11 +128,11 @@ def exact_backward(
     return grad_q[None], grad_k[None], grad_v[None]
 
 
-def _in_flash(x: InputsByHead) -> bool:
+def _in_flash(x: Inputs) -> bool:
     return x.query.device.type == "cpu" and x.query.shape[3] == x.value.shape[3]
 
 
-def _by_query_head(part: ExactPart, x: InputsByHead) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+def _by_query_head(part: ExactPart, x: Inputs) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
     """A part's queries `(1, group, rows, D)`, and the keys and values of its head for each query head."""
     chunk = part.chunk
     q = chunk.queries(x.query, part.rows).unflatten(1, (chunk.group, -1))
@@ -140,7 +140,7 @@ def _by_query_head(part: ExactPart, x: InputsByHead) -> tuple[torch.Tensor, torc
     return q, k, v
 
 
-def _weights(chunk: RowChunk, x: InputsByHead) -> Iterator[tuple[slice, torch.Tensor, torch.Tensor | None]]:
+def _weights(chunk: RowChunk, x: Inputs) -> Iterator[tuple[slice, torch.Tensor, torch.Tensor | None]]:
     """Of some of a chunk's queries at once: which, their weights `(rows, M)`, and the dropout factors of these."""
     dtype, lengths = accumulation_dtype(x.query.dtype), (x.query.shape[2], x.key.shape[2])
     q, k = chunk.queries(x.query)[0].to(dtype) * x.scale, chunk.keys(x.key)[0].to(dtype)

@@ -20,26 +20,7 @@ LARGEST_VARIANCE_CORRECTION = 0.5
 
 
 class Inputs(NamedTuple):
-    """The arguments of the public op, with the same counts for all heads."""
-
-    query: torch.Tensor
-    key: torch.Tensor
-    value: torch.Tensor
-    labels: torch.Tensor
-    key_labels: torch.Tensor
-    clusters: int
-    key_clusters: int
-    topk: int
-    key_mask: torch.Tensor | None
-    query_mask: torch.Tensor | None
-    exact_heads: torch.Tensor | None
-    scale: float
-    dropout_p: float
-    dropout_seed: torch.Tensor | None
-
-
-class InputsByHead(NamedTuple):
-    """The same with counts for every key/value head; `keep`: whether the backward pass may be left tables."""
+    """The arguments of every form, with counts for every key/value head."""
 
     query: torch.Tensor
     key: torch.Tensor
@@ -55,16 +36,11 @@ class InputsByHead(NamedTuple):
     scale: float
     dropout_p: float
     dropout_seed: torch.Tensor | None
-    keep: bool = False
+    keep: bool = False  # whether the backward pass may be left tables
 
     def counts(self) -> list[tuple[int, int, int]]:
         """Query clusters, key clusters and exact keys of every key/value head."""
         return list(zip(self.clusters, self.key_clusters, self.topk, strict=True))
-
-    def with_counts(self, counts: tuple[int, int, int]) -> Inputs:
-        """All heads with the same."""
-        fields = self._asdict() | dict(zip(("clusters", "key_clusters", "topk"), counts, strict=True))
-        return Inputs(**{name: fields[name] for name in Inputs._fields})
 
 
 def residuals(query: torch.Tensor, labels: torch.Tensor, clusters: int) -> torch.Tensor:
@@ -154,7 +130,7 @@ def attend_head(
 
 def bi_clustered_attention(*arguments: Any) -> torch.Tensor:
     """`V_i = Σ_{t∈T} p_it V_t + Σ_c p_ic Ṽ_jc + r_i η^T M_j` with `T = T_j`, `j = l(i)`, head by head."""
-    inputs = InputsByHead(*arguments)
+    inputs = Inputs(*arguments)
     query, key, value, labels, key_labels, *_, scale, dropout_p, dropout_seed, _ = unmasked(inputs)
     key_mask, query_mask, exact_heads = inputs.key_mask, inputs.query_mask, inputs.exact_heads
     query = scale * query

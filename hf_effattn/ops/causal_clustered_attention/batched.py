@@ -49,11 +49,6 @@ def chunks(settings: Settings) -> list[RowChunk]:
     return chunks_of(query, key, key_mask, key_mask, numbers)
 
 
-def row_parts(length: int) -> list[slice]:
-    """Rows of a segment that attend exactly in one step."""
-    return [slice(start, min(start + SQUARE, length)) for start in range(0, length, SQUARE)]
-
-
 class _Segments:
     """The parts of one softmax for the segments of a batch: their own keys, the window's, and distant keys."""
 
@@ -217,7 +212,8 @@ class _Chunk:
         if self.factor is not None:
             first = self.settings.window - window
             factor = batch.cut(self.factor[..., first : first + key.shape[1]], batch.rows)
-        for rows in row_parts(batch.length):
+        for row in range(0, batch.length, SQUARE):
+            rows = slice(row, min(row + SQUARE, batch.length))
             found = []
             start = window + rows.start
             for own, causal in ((slice(start, window + rows.stop), True), (slice(0, start), False)):

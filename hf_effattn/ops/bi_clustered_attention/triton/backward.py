@@ -186,7 +186,7 @@ def attend_backward(
     queries: SortedRows, keys: SortedRows,
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]:  # fmt: skip
     """Gradients of query, key and value, unwritten in exact heads, and `δ_i` of all queries `(B · H, N)`."""
-    (query, key, value), (scale, dropout_p, dropout_seed) = x[:3], x[-3:]
+    (query, key, value), scale, dropout_p, dropout_seed = x[:3], x.scale, x.dropout_p, x.dropout_seed
     B, H, N, D = query.shape
     Hk, M, Dv = value.shape[1:]
     clusters, key_clusters, topk = queries.clusters, keys.clusters, saved.top.shape[2]

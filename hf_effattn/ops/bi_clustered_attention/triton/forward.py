@@ -307,7 +307,7 @@ def choose_keys(
     x: Inputs, exact_heads: torch.Tensor | None, queries: SortedRows, keys: SortedRows, mean_keys: torch.Tensor
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]:
     """`Q̄_j` `(B · H, C, D)`, `log2 d_t²` `(P, M)`, `taken`, and `T_j` `(B · H, C, T)` int32, -1 for no key."""
-    query, key, topk, scale = x.query, x.key, x.topk, x.scale
+    query, key, topk, scale = x.query, x.key, x.topk[0], x.scale
     (B, H), (Hk, _, D) = query.shape[:2], key.shape[1:]
     centroids = query.new_empty(B * H, queries.clusters, D)
     parts = max(1, min(queries.clusters, SUM_PROGRAMS // (B * H)))

@@ -41,7 +41,7 @@ def find_clusters(layout: Layout, rows: Rows, tiles: tuple[int, int]) -> Cluster
     """Clusters of these rows; `tiles`: rows of a tile of queries, and of keys."""
     settings, L, (_, _, _, D) = layout.settings, layout.late, rows.query.shape
     P, g, n, C = rows.heads // rows.group, rows.group, settings.segment_length, settings.clusters
-    previous = layout.previous(rows.query)
+    previous = layout.of_segments(rows.query, layout.first_previous, L)
     blocks, key_mask = layout.of_segments(rows.key, 0, L), layout.key_mask()
     metric = None if C == 1 else prefix_metrics(layout, rows)
     labels = kmeans_labels(previous, None, metric, C, layout)

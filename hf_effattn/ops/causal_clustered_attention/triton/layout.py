@@ -63,10 +63,6 @@ class Layout:
         """The first segment whose queries' clusters are read; a late segment reads those of the one before it."""
         return self.first_late - 1
 
-    def previous(self, query: torch.Tensor) -> torch.Tensor:
-        """The queries whose clusters the late segments read, `(L, B · H, n, D)`."""
-        return self.of_segments(query, self.first_previous, self.late)
-
     def key_mask(self) -> torch.Tensor | None:
         """Places of the blocks that hold a key, `(L, n)`; None: all do."""
         if not self.shift:
