@@ -1,9 +1,9 @@
 """Bi-clustered attention for a CPU: keys and queries sorted by cluster, in blocks, batched products.
 
-Of every query cluster a table is made, its exact keys and the tangents of the key clusters, to which its queries then
-attend (`shared.cluster_table`). The backward pass gets the tables where they are small beside the inputs, else which
-keys are exact, and makes them again; of heads that attend exactly it gets output and log-sum-exp. A graph keeps no
-tables. Sums and softmax are in float32, or float64 for float64 inputs; of bfloat16 the products are in bfloat16.
+Every query cluster has a table of its exact keys and of the tangents of the key clusters, to which its queries attend
+(`shared.cluster_table`). The backward pass gets the tables where they are small beside the inputs. Else it gets the
+exact keys and makes the tables again, as it does in a graph. Of heads that attend exactly it gets output and
+log-sum-exp. Sums and softmax are in float32, or float64 for float64 inputs. Products of bfloat16 are in bfloat16.
 
 Sizes: `P` key/value heads of a chunk, `N` queries, `M` keys, `T` exact keys, `C` query clusters of all the query heads
 that share a key/value head, `G` key clusters, `nb` blocks of `L` keys per head.
@@ -134,7 +134,7 @@ class _Chunk:
 
 
 def _parts(x: Inputs) -> list[RowChunk | ExactPart]:
-    """Exact heads, then chunks of heads with the same counts, the dearest first: no thread waits long for the last."""
+    """Exact heads, then chunks of heads with equal counts, slowest first: no thread waits long for the last."""
     counts = x.counts()
     chunks: list[RowChunk] = []
     for one in sorted(set(counts), key=sum, reverse=True):
@@ -229,6 +229,6 @@ _op = register_op("bi_clustered_attention", Inputs, _forward, gradients, fake=_f
 
 
 def bi_clustered_attention(*arguments: Any) -> torch.Tensor:
-    """The op; tables are kept where there is a way back, of sizes that no graph knows beforehand."""
+    """The op; it keeps tables where autograd follows and no graph is made, which would not know their sizes."""
     learns = torch.is_grad_enabled() and any(one.requires_grad for one in arguments[:3])
     return cast("torch.Tensor", _op(*arguments, learns and not in_a_graph()))

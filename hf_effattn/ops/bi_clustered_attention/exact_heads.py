@@ -1,4 +1,4 @@
-"""Exact attention of some heads, for a CPU: what no summary of keys serves runs beside the clustered heads.
+"""Exact attention of some heads, for a CPU: heads that no summary of keys serves, beside the clustered ones.
 
 Sizes: `P` heads, `N` queries, `M` keys.
 """
@@ -30,9 +30,9 @@ class ExactPart:
 
 
 class KeyGradients:
-    """Adds up what the parts of each head leave for its keys, in their order, on any number of threads.
+    """Adds up the key gradients of the parts of each head, in their order, on any number of threads.
 
-    A head is added up as soon as its last part is there: until the end, a gradient per part would stay in memory.
+    A head is added up as soon as its last part is there, so that gradients of parts do not stay in memory.
     """
 
     def __init__(self, parts: list[ExactPart]) -> None:
@@ -44,7 +44,7 @@ class KeyGradients:
             self._of_head |= dict.fromkeys(together, together)
 
     def add(self, part: ExactPart, gradients: list[torch.Tensor]) -> list[torch.Tensor]:
-        """The sums of its head where no other part of it is missing, else nothing."""
+        """The sums of the part's head if no other part of it is missing, else nothing."""
         with self._lock:
             self._found[part] = gradients
             together = self._of_head[part]
@@ -60,7 +60,7 @@ class KeyGradients:
 def exact_parts(x: Inputs) -> list[ExactPart]:
     """Each key/value head that is True in `exact_heads` `(B, heads)`, if it has queries and keys, a part per thread.
 
-    With dropout, whose numbers are drawn one after the other, a head is one part.
+    With dropout a head is one part, as its random numbers are drawn one after the other.
     """
     if x.exact_heads is None:
         return []
@@ -141,7 +141,7 @@ def _by_query_head(part: ExactPart, x: Inputs) -> tuple[torch.Tensor, torch.Tens
 
 
 def _weights(chunk: RowChunk, x: Inputs) -> Iterator[tuple[slice, torch.Tensor, torch.Tensor | None]]:
-    """Of some of a chunk's queries at once: which, their weights `(rows, M)`, and the dropout factors of these."""
+    """Some of a chunk's queries at a time: which they are, their weights `(rows, M)`, and dropout factors."""
     dtype, lengths = accumulation_dtype(x.query.dtype), (x.query.shape[2], x.key.shape[2])
     q, k = chunk.queries(x.query)[0].to(dtype) * x.scale, chunk.keys(x.key)[0].to(dtype)
     per_head = len(q) // chunk.group

@@ -94,5 +94,5 @@ cluster_both: Callable[..., Found] = register_op("cluster_both", Inputs, _forwar
 
 
 def residuals_of(points: Points, labels: torch.Tensor, clusters: int, count: int) -> torch.Tensor:
-    """What evenly spread points differ by from the means of theirs in each cluster, `(P, n, D)`; labels `(P, N)`."""
+    """Residuals of evenly spread points from their means in each cluster, `(P, n, D)`; labels `(P, N)`."""
     return Members(points.spread(count), clusters).residuals(labels[:, points.places(count)])

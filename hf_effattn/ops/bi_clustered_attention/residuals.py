@@ -31,8 +31,8 @@ def query_residuals(
 ) -> tuple[torch.Tensor, torch.Tensor | None]:
     """`η = Q_i - Q̄_l(i)` of evenly spread queries, the centroids being their means.
 
-    As `key` of `cluster_queries` they make the metric in which two keys are alike when no query's residual from its
-    centroid tells them apart.
+    Given to `cluster_queries` as `key`, they make the metric in which two keys are alike if no query's residual tells
+    them apart.
 
     Args:
         query (`torch.Tensor`): `(B, H, N, D)`, any strides.
@@ -149,8 +149,8 @@ def largest_product(eta: torch.Tensor, within: torch.Tensor, group: int) -> torc
 def sum_of_products(rows: torch.Tensor, count: int) -> torch.Tensor:
     """`Σ_i x_i^T x_i` of rows `(..., D)`, as many of each of `count` matrices `(count, D, D)`.
 
-    In parts where the rows can be cut into equal ones: a sum of thousands of numbers is one chain, which leaves the
-    rest of a chip idle. What else is in the batch has no say in it.
+    Rows that can be cut into equal parts are summed in parts: one sum of thousands of numbers is a chain that leaves
+    most of a chip idle. The cut does not depend on the rest of the batch.
     """
     D = rows.shape[-1]
     n = rows.numel() // max(1, count * D)

@@ -91,13 +91,13 @@ class Members:
         return (turned.to(torch.int64, memory_format=torch.contiguous_format) + self.first_row).flatten()
 
     def means(self, index: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-        """The means `(P · C, D)` of the rows of each cluster and their numbers `(P · C, 1)`; no number where none."""
+        """The means `(P · C, D)` of each cluster, NaN if it is empty, and its number of rows `(P · C, 1)`."""
         sizes = torch.bincount(index, minlength=self.shape[0] * self.clusters)[:, None]
         means = self.rows.new_zeros(len(sizes), self.shape[2]).index_add_(0, index, self.rows).div_(sizes)
         return means, sizes
 
     def residuals(self, labels: torch.Tensor) -> torch.Tensor:
-        """What points `(P, N, D)` differ by from the means of their clusters."""
+        """Residuals of points `(P, N, D)` from the means of their clusters."""
         index = self.index(labels)
         of_rows = self.means(index)[0].index_select(0, index)
         torch.sub(self.rows, of_rows, out=of_rows)
@@ -154,8 +154,8 @@ def nearest_marks(
 ) -> torch.Tensor:
     """The mark of the nearest centroid to every point `(P, D, N)`: `(P, N)`.
 
-    Marks `(C, 1)` number the centroids from the last, so that the first of equals has the largest. Where no score is a
-    number nothing is marked: 0, the last one's mark.
+    Marks `(C, 1)` number the centroids from the last, so that the first of equals has the largest. A point whose
+    scores are all NaN gets 0, the last centroid's mark.
     """
     (P, clusters, _), N, half_norms = directions.shape, columns.shape[2], half_norms[..., None]
 
@@ -229,8 +229,8 @@ def cluster(
 
 
 def fitting_bytes_per_head(points: torch.Tensor, clusters: int, fit_points: int, width: int) -> int:
-    """What decides how many heads go into a chunk: the seeding is a long chain of small steps, better walked once
-    for many heads, so this is a quarter of what one head's fitted points and their distances need.
+    """What decides how many heads go into a chunk. Seeding is a long chain of small steps, better taken once for many
+    heads, so this is a quarter of what one head's fitted points and their distances need.
     """
     rows = min(points.shape[2], most_fit_rows(clusters, fit_points))
     return rows * max(clusters, width) * accumulation_dtype(points.dtype).itemsize // 4

@@ -37,7 +37,7 @@ def fit_rows(length: int, clusters: int, fit_points: int) -> torch.Tensor:
 
 @dataclass(frozen=True)
 class Seeding:
-    """How seeds are found: farthest-first is a chain of steps, so in groups, each among rows of its own."""
+    """How seeds are found: in groups, each among rows of its own, as farthest-first is a chain of steps."""
 
     seeds: int  # of a group, at most. Group `i` of `g` finds seeds `i, i + g, i + 2g, ...`.
     rows: int  # that `seeds` seeds are looked for among, and the fewest in all
@@ -74,7 +74,7 @@ def first_seed(length: int, seed: int) -> int:
 def seed_rows(seeding: Seeding, length: int, clusters: int, seed: int) -> tuple[torch.Tensor, torch.Tensor]:
     """Candidates for seeds, group by group, as many of each `(g · n,)`, and where each group starts `(g,)`; read only.
 
-    A group with a row less has its last twice, which as the later of equals is never chosen.
+    A group with one row less has its last row twice. The second is never chosen, as the first of equals is.
     """
     rows, first = _grouped(seeding, length, clusters, seed)
     return torch.from_numpy(rows), torch.from_numpy(first)

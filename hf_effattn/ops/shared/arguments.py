@@ -33,7 +33,7 @@ def choose_backend(
 
     `differentiable` are the tensors that a derivative may flow to, the query first. The fast forms have a backward
     pass and no forward-mode derivative, which torch would silently take for 0: where a tangent is carried they raise.
-    `any_width`: the kernels walk over the last dimension in parts, so that it has no limit.
+    `any_width`: the kernels read the last dimension in parts, so that it has no limit.
     """
     if backend is not None and backend not in BACKENDS:
         raise ValueError(f"backend must be one of {', '.join(map(repr, BACKENDS))} or None, got {backend!r}")

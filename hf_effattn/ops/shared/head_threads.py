@@ -1,4 +1,4 @@
-"""Chunks of heads on a CPU's threads: each thread walks through all the small steps of its own chunks alone.
+"""Chunks of heads on a CPU's threads: each thread takes all the small steps of its own chunks alone.
 
 Threads that split every small step wait for each other at its end; beside another busy process one of them is always
 late, and the steps take ten times as long. Threads that share no step meet once.

@@ -123,7 +123,7 @@ _op = register_op("bi_clustered_attention_triton", Inputs, _forward, gradients, 
 
 
 def bi_clustered_attention(*arguments: Any) -> torch.Tensor:
-    """The op, once for the heads that have the same counts."""
+    """The op, called once for all heads that have the same counts."""
     x = Inputs(*arguments)
     counts = x.counts()
     if len(set(counts)) == 1:

@@ -1,6 +1,6 @@
 """Exact attention on a GPU for the heads that `exact_heads` names; programs of all other heads end at once.
 
-Which heads they are is known to the GPU alone: nothing waits for the host, and a CUDA graph replays on other heads.
+Only the GPU knows which heads they are: nothing waits for the host, and a CUDA graph also replays on other heads.
 """
 
 from collections.abc import Sequence

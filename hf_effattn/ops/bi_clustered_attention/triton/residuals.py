@@ -116,7 +116,7 @@ def _query_offsets_kernel(
 def part_length(clusters: int, rows: int) -> int:
     """Fitted rows of a part, so many that what all parts leave is less than what they read.
 
-    Neither the number of problems nor the length that a batch is padded to has a say: no sum depends on them.
+    It does not depend on the number of problems or on padding, and so no sum does.
     """
     return max(PART, block_width(4 * clusters), block_width(-(-rows // MOST_PARTS)))
 

@@ -32,7 +32,7 @@ class Centroids:
 def assign_blocks(block_d: int, wide: bool, shared_memory: int) -> tuple[int, int, int, int, int]:
     """`(BLOCK_N, BLOCK_C, BLOCK_D, num_warps, num_stages)` of the assignment.
 
-    `wide`: products are of float32. A row that would not fit into registers is walked in parts.
+    `wide`: products are of float32. A row that does not fit into registers is read in parts.
     """
     stages = 1 if shared_memory <= 64 * 1024 else 2
     if block_d > (64 if wide else 128):

@@ -46,8 +46,8 @@ def _config(tensor: torch.Tensor, stored: torch.dtype) -> dict:
 
 
 @dataclass(frozen=True)
-class Walk:
-    """How a pass walks over the words: some of every row at a time."""
+class Steps:
+    """How a pass goes over the words: some of every row in each step."""
 
     config: dict  # the tiles
     length: int  # words of a row
@@ -57,8 +57,8 @@ class Walk:
     split_length: int  # words of a part, a multiple of a tile's
 
     @classmethod
-    def over(cls, words: torch.Tensor, clusters: int, config: dict, bytes_per_score: int) -> "Walk":
-        """The walk that keeps scores within `SCORE_BYTES`, or those of one tile of words."""
+    def over(cls, words: torch.Tensor, clusters: int, config: dict, bytes_per_score: int) -> "Steps":
+        """Steps whose scores stay within `SCORE_BYTES`, or those of one tile of words."""
         B, N, d = words.shape
         tile = config["WORDS"]
         blocks = -(-clusters // config["CENTROIDS"])
@@ -68,8 +68,8 @@ class Walk:
         length = -(-rows // (splits * tile)) * tile
         return cls(config, N, blocks, rows, -(-rows // length), length)
 
-    def steps(self) -> list[dict[str, int]]:
-        """The words of every step of the walk, and their tiles."""
+    def each(self) -> list[dict[str, int]]:
+        """The words of every step, and their tiles."""
         ends = ((first, min(first + self.rows, self.length)) for first in range(0, self.length, self.rows))
         return [
             {"first_row": first, "last_row": last, "tiles": -(-(last - first) // self.config["WORDS"])}
@@ -99,16 +99,16 @@ def _forward(x: Inputs) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch
     config = _config(words, words.dtype)
     # For kernels that hold several blocks of columns in registers instead of one tile's sum.
     narrow = config | {"BLOCK_D": config["BLOCK_D"] // 2}
-    walk = Walk.over(words, k, config, torch.float32.itemsize)
-    sizes, parts = walk.as_arguments()
+    steps = Steps.over(words, k, config, torch.float32.itemsize)
+    sizes, parts = steps.as_arguments()
     tile, columns = config["WORDS"], -(-d // config["BLOCK_D"])
-    scores = walk.scores(words, torch.float32)
-    partial = words.new_empty(B, k, walk.splits, d, dtype=torch.float32)
-    lse = words.new_empty(B, k, walk.splits, columns, dtype=torch.float32)
+    scores = steps.scores(words, torch.float32)
+    partial = words.new_empty(B, k, steps.splits, d, dtype=torch.float32)
+    lse = words.new_empty(B, k, steps.splits, columns, dtype=torch.float32)
     mask_strides = (0, 0) if mask is None else mask.stride()
 
     def score(step: dict[str, int]) -> None:
-        _neural_clustering_fwd_score_kernel[(B * step["tiles"] * walk.blocks,)](
+        _neural_clustering_fwd_score_kernel[(B * step["tiles"] * steps.blocks,)](
             words, directions, mask, inverse, scores, *words.stride(), *directions.stride(), *mask_strides, N, k, d,
             **step, **sizes, COSINE=cosine, **narrow,
         )  # fmt: skip
@@ -119,9 +119,9 @@ def _forward(x: Inputs) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch
             words, mask, inverse, *words.stride(), *mask_strides, N, d, tiles, WORDS=tile,
             BLOCK_D=config["BLOCK_D"],
         )  # fmt: skip
-    for step in walk.steps():
+    for step in steps.each():
         score(step)
-        _neural_clustering_fwd_update_kernel[(B * walk.blocks * walk.splits, columns)](
+        _neural_clustering_fwd_update_kernel[(B * steps.blocks * steps.splits, columns)](
             words, mask, scores, partial, lse, *words.stride(), *mask_strides, k, d, step["first_row"],
             step["last_row"], **sizes, **parts, **config,
         )  # fmt: skip
@@ -133,7 +133,7 @@ def _forward(x: Inputs) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch
         exact = torch.einsum("bks,bksd->bkd", shares / total[..., None], partial)
     total = highest[..., 0] + total.log2()
     # Backwards: the scores of the last words are still there.
-    for place, step in enumerate(reversed(walk.steps())):
+    for place, step in enumerate(reversed(steps.each())):
         if place > 0:
             score(step)
         _neural_clustering_fwd_label_kernel[(B * step["tiles"],)](
@@ -169,21 +169,21 @@ def gradients(
     stored = torch.float32 if words.dtype == torch.float16 else words.dtype
     config = _config(words, stored)
     narrow = config | {"BLOCK_D": config["BLOCK_D"] // 2}
-    walk = Walk.over(words, k, config, 2 * stored.itemsize)
-    sizes, parts = walk.as_arguments()
+    steps = Steps.over(words, k, config, 2 * stored.itemsize)
+    sizes, parts = steps.as_arguments()
     columns = -(-d // config["BLOCK_D"])
-    weights, grad_scores = walk.scores(words, stored), walk.scores(words, stored)
-    pull = words.new_empty(B, walk.rows if cosine else 0, walk.blocks, dtype=torch.float32)
-    partial = words.new_empty(B, walk.splits, k, d, dtype=torch.float32)
+    weights, grad_scores = steps.scores(words, stored), steps.scores(words, stored)
+    pull = words.new_empty(B, steps.rows if cosine else 0, steps.blocks, dtype=torch.float32)
+    partial = words.new_empty(B, steps.splits, k, d, dtype=torch.float32)
     mean = (grad_updated.float() * exact).sum(dim=2)
     mask_strides = (0, 0) if mask is None else mask.stride()
     strides = *words.stride(), *directions.stride(), *mask_strides, *grad_updated.stride()
-    for step in walk.steps():
-        _neural_clustering_bwd_score_kernel[(B * step["tiles"] * walk.blocks,)](
+    for step in steps.each():
+        _neural_clustering_bwd_score_kernel[(B * step["tiles"] * steps.blocks,)](
             words, directions, mask, inverse, total, grad_updated, mean, weights, grad_scores, pull, *strides,
             N, k, d, **step, **sizes, COSINE=cosine, **narrow,
         )  # fmt: skip
-        _neural_clustering_bwd_direction_kernel[(B * walk.blocks * walk.splits, columns)](
+        _neural_clustering_bwd_direction_kernel[(B * steps.blocks * steps.splits, columns)](
             words, mask, grad_scores, partial, *words.stride(), *mask_strides, k, d, step["first_row"],
             step["last_row"], **sizes, **parts, **config,
         )  # fmt: skip

@@ -142,7 +142,7 @@ def _centroid_attention_fwd_kernel(
 
 
 def split_count(programs: int, length: int, block: int) -> int:
-    """Parts of a walk over `length` rows in blocks, so that `programs` walkers keep the chip busy, all at once."""
+    """How many parts of `length` rows, in whole blocks, keep a chip busy that has `programs` programs for each."""
     return max(1, min(PROGRAMS // max(1, programs), -(-length // (4 * block)), 64))
 
 

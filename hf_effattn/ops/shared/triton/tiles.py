@@ -82,7 +82,7 @@ def tile_config(
     two_sums: bool = False,
     three: bool = False,
 ) -> dict:
-    """Block sizes, warps and stages of a kernel that walks a tile of rows over tiles of columns (keys or rows).
+    """Block sizes, warps and stages of a kernel that takes a tile of rows over tiles of columns (keys or rows).
 
     The largest that fit the registers and the shared memory of the tensor's chip without a spill; with `two_sums`
     of a backward kernel that adds up the gradients of keys and of values at once; with `three` of one with more to
