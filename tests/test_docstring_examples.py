@@ -19,7 +19,11 @@ FUNCTIONS = (
     hf_effattn.measured_error,
     hf_effattn.report,
     hf_effattn.calibrate,
+    ops.bi_clustered_attention,
+    ops.causal_clustered_attention,
+    ops.cluster_queries,
     ops.improved_clustered_attention,
+    ops.slice_attention,
 )
 LENGTH = 4200  # past the shortest that patched models of a CPU approximate
 NAMES = "BAAI/bge-m3", "google-bert/bert-base-uncased"

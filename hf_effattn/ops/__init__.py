@@ -1,6 +1,6 @@
 """Attention ops: pure functions on `(B, H, N, D)` tensors, each with a plain reference and a fast form."""
 
-from .bi_clustered_attention import bi_clustered_attention, predicted_error, query_offsets
+from .bi_clustered_attention import bi_clustered_attention, predicted_error, query_residuals
 from .causal_clustered_attention import causal_clustered_attention
 from .cluster_queries import cluster_queries
 from .clustered_attention import clustered_attention
@@ -20,7 +20,7 @@ __all__ = [
     "kmeans",
     "neural_clustering",
     "predicted_error",
-    "query_offsets",
+    "query_residuals",
     "slice_attention",
     "sorted_block_attention",
 ]

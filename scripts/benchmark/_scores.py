@@ -1,11 +1,11 @@
-"""How many scores causal attention over clusters computes: of keys, summaries, and centroids with older keys."""
+"""How many scores causal attention over clusters computes: of keys, summaries, and centroids with distant keys."""
 
 from collections.abc import Iterator
 from contextlib import contextmanager
 from threading import local
 
-from hf_effattn.ops.causal_clustered_attention.local import Attended, LocalPart
-from hf_effattn.ops.causal_clustered_attention.older import OlderPart
+from hf_effattn.ops.causal_clustered_attention.distant_keys import DistantPart
+from hf_effattn.ops.causal_clustered_attention.local import LocalPart, PartialOutput
 
 
 class ScoreCount:
@@ -24,36 +24,36 @@ def _local(part: LocalPart) -> int:
     return heads * g * (n * (n + 1) // 2 if part.causal else n * part.key.shape[1])
 
 
-def _older(part: OlderPart) -> int:
+def _distant(part: DistantPart) -> int:
     """Of exact keys, of the summaries and keys that each segment sees, the keys' with centroids."""
     heads, g, n, _ = part.shape
-    keys, segments, topk = part.keys, part.span.count, part.summaries.top.shape[2]
+    keys, segments, topk = part.keys, part.batch.count, part.summaries.top.shape[2]
     rows = [topk + keys.G - i * keys.settings.key_clusters for i in range(segments)]
-    centroids = part.past.centroids.shape[1]
-    return heads // segments * (g * n * sum(rows) + centroids * sum(part.span.older))
+    centroids = part.previous.centroids.shape[1]
+    return heads // segments * (g * n * sum(rows) + centroids * sum(part.batch.distant))
 
 
 @contextmanager
 def counted_scores() -> Iterator[ScoreCount]:
     """Count the scores of every forward pass of the form for a CPU."""
     found, thread = ScoreCount(), local()
-    attend_locally, attend_to_older = LocalPart.attend, OlderPart.attend
+    attend_locally, attend_to_distant = LocalPart.attend, DistantPart.attend
 
-    def local_counted(part: LocalPart) -> Attended:
-        if not getattr(thread, "in_older", False):  # whose parts hold summaries that a segment does not see
+    def local_counted(part: LocalPart) -> PartialOutput:
+        if not getattr(thread, "in_distant", False):  # whose parts hold summaries that a segment does not see
             found.parts.append(_local(part))
         return attend_locally(part)
 
-    def older_counted(part: OlderPart) -> Attended:
-        found.parts.append(_older(part))
-        thread.in_older = True
+    def distant_counted(part: DistantPart) -> PartialOutput:
+        found.parts.append(_distant(part))
+        thread.in_distant = True
         try:
-            return attend_to_older(part)
+            return attend_to_distant(part)
         finally:
-            thread.in_older = False
+            thread.in_distant = False
 
-    LocalPart.attend, OlderPart.attend = local_counted, older_counted  # type: ignore[method-assign, assignment]
+    LocalPart.attend, DistantPart.attend = local_counted, distant_counted  # type: ignore[method-assign, assignment]
     try:
         yield found
     finally:
-        LocalPart.attend, OlderPart.attend = attend_locally, attend_to_older  # type: ignore[method-assign]
+        LocalPart.attend, DistantPart.attend = attend_locally, attend_to_distant  # type: ignore[method-assign]

@@ -32,7 +32,7 @@ from hf_effattn.measuring.candidate_errors import CANDIDATES, default_candidates
 from hf_effattn.measuring.candidates import name_settings
 from hf_effattn.measuring.choosing import OfHeads, errors_of, held_out_coverage, least_margin
 from hf_effattn.measuring.cost import compare, interleaved_rounds, median_ratio, timed
-from hf_effattn.ops import predicted_error, query_offsets
+from hf_effattn.ops import predicted_error, query_residuals
 from hf_effattn.patching.methods import Method, make_method
 from hf_effattn.patching.methods.clustered import BiClustered
 from hf_effattn.patching.methods.per_head import PerHead
@@ -177,8 +177,8 @@ def predicted(candidate: BiClustered, inputs: Inputs) -> torch.Tensor:
     """The error that a candidate predicts of every head before it attends, `(H,)`."""
     query, key, _ = inputs
     labels, key_labels = candidate.group(query, key, None)
-    offsets, mask = query_offsets(query, labels, candidate.clusters)
-    return predicted_error(offsets, mask, key, key_labels, candidate.key_clusters)[0]
+    residuals, mask = query_residuals(query, labels, candidate.clusters)
+    return predicted_error(residuals, mask, key, key_labels, candidate.key_clusters)[0]
 
 
 @torch.no_grad()

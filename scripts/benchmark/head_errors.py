@@ -20,7 +20,7 @@ from rich.progress import track
 from hf_effattn import extend_positions, patch_attention, unpatch_attention
 from hf_effattn.measuring.bench import exact_output
 from hf_effattn.measuring.errors import relative_error, run_model
-from hf_effattn.ops import bi_clustered_attention, predicted_error, query_offsets
+from hf_effattn.ops import bi_clustered_attention, predicted_error, query_residuals
 from hf_effattn.patching.methods.clustered import BiClustered
 from hf_effattn.samples.model import load_model
 
@@ -52,8 +52,8 @@ def measure_heads(book: str, length: int) -> list[dict[str, Any]]:
             query, key, value = inputs
             method = BiClustered(**sizes, max_predicted_error=None, min_length=0)
             labels, key_labels = method.group(query, key, None)
-            offsets, _ = query_offsets(query, labels, clusters)
-            predicted = predicted_error(offsets, None, key, key_labels, key_clusters)
+            residuals, _ = query_residuals(query, labels, clusters)
+            predicted = predicted_error(residuals, None, key, key_labels, key_clusters)
             output = bi_clustered_attention(query, key, value, labels, key_labels, **sizes)
             squared, exact = heads_of(inputs, output)
             zero, _ = heads_of(inputs, order_zero(*inputs, **sizes))

@@ -253,7 +253,7 @@ def attention_calls(head_dim: int, dtype: torch.dtype) -> Iterator[Callable[[], 
 def clustering_calls(head_dim: int, dtype: torch.dtype) -> Iterator[Callable[[], Any]]:
     """Calls of the clustering ops."""
     cluster_queries = import_module("hf_effattn.ops.cluster_queries.triton").cluster_queries
-    offsets = import_module("hf_effattn.ops.bi_clustered_attention.triton.offsets").query_offsets
+    offsets = import_module("hf_effattn.ops.bi_clustered_attention.triton.residuals").query_residuals
     for length, clusters, masked in ((1024, 64, False), (4096, 128, False), (16384, 1024, True)):
         query, key, _ = tensors(head_dim, dtype, length=length, heads=2, key_heads=2)
         query, key = query.detach(), key.detach()

@@ -80,7 +80,7 @@ def layers(length: int = LENGTH) -> dict[str, Callable[[], Any]]:
     cluster_queries, improved, bi_clustered_attention, slices = (
         getattr(import_module(f"hf_effattn.ops.{name}.triton"), name) for name in names
     )
-    offsets = import_module("hf_effattn.ops.bi_clustered_attention.triton.offsets").query_offsets
+    offsets = import_module("hf_effattn.ops.bi_clustered_attention.triton.residuals").query_residuals
     query, key, value = tensors(HEAD_DIM, DTYPES[DTYPE], length=length, heads=HEADS, key_heads=HEADS)
     labels = torch.zeros(1, HEADS, length, dtype=torch.int64)
     plain = None, None, HEAD_DIM**-0.5, 0.0, None

@@ -5,6 +5,7 @@ import os
 import subprocess
 import sys
 import weakref
+from contextlib import contextmanager
 from pathlib import Path
 
 import pytest
@@ -95,6 +96,24 @@ def test_whatever_triton_compiles_for_is_told_apart(compiled):
             kernel[(1,)](*args, **constants)
     assert len(found) == 2 * len(calls)
     assert all(len(one.launches) == 1 for one in found)
+
+
+def test_a_launch_runs_on_the_gpu_that_holds_the_tensors(compiled, monkeypatch):
+    kernel, _, gpu = compiled
+
+    class OnSecondGpu(torch.Tensor):
+        is_cuda, device = True, torch.device("cuda", 1)
+
+    @contextmanager
+    def switched(device):
+        before, gpu.device = gpu.device, device.index
+        yield
+        gpu.device = before
+
+    monkeypatch.setattr(torch.cuda, "device", switched)
+    kernel[(3,)](torch.zeros(8).as_subclass(OnSecondGpu), 5, BLOCK=16)
+    assert [used for used, *_ in kernel.remembered] == [1]
+    assert gpu.device == 0
 
 
 def test_what_is_not_compiled_is_not_remembered_and_memory_is_bounded(compiled, monkeypatch):

@@ -154,13 +154,13 @@ def cluster_on_a_large_chip(masks: str) -> None:
         chips.INTERPRETER = kept
 
 
-def query_offsets(dtype: torch.dtype, masks: str) -> None:
+def query_residuals(dtype: torch.dtype, masks: str) -> None:
     """A few, and several parts of the rows with several blocks of clusters."""
     for N, clusters, rows in ((90, 20, 64), (1250, 70, 1200)):
         case = attention_cases.Case("", B=2, H=2, N=N, D=40, clusters=clusters, masks=masks)
         inputs = attention_cases.make_inputs(case, dtype)
         given = inputs.query, inputs.labels, clusters
-        ops.query_offsets(*given, query_mask=inputs.query_mask, rows=rows, backend="triton")
+        ops.query_residuals(*given, query_mask=inputs.query_mask, rows=rows, backend="triton")
 
 
 def kmeans(dtype: torch.dtype, masks: str) -> None:
@@ -208,7 +208,7 @@ def calls(dtype: torch.dtype) -> Iterator[Callable[[], None]]:
         yield partial(cluster_queries, dtype, "kmeans", masks, metric=False)
         yield partial(cluster_queries, dtype, "lsh", masks)
         yield partial(cluster_on_a_large_chip, masks)
-        yield partial(query_offsets, dtype, masks)
+        yield partial(query_residuals, dtype, masks)
         yield partial(kmeans, dtype, masks)
         yield partial(words, dtype, "dot", masks)
         yield partial(words, dtype, "cosine", masks)

@@ -136,9 +136,9 @@ def test_dtypes_with_few_top_keys(op, dtype):
 @pytest.mark.parametrize("masks", ["none", "holes"])
 @pytest.mark.parametrize("dropout_p", [0.0, 0.3])
 def test_gradcheck(op, backend, masks, dropout_p, monkeypatch):
-    # A lift is no function of the inputs to the gradient, which holds it fixed: here it is 0.
+    # A variance correction is no function of the inputs to the gradient, which holds it fixed: here it is 0.
     for form in (bi_reference, bi_batched):
-        monkeypatch.setattr(form, "LARGEST_LIFT", 0.0)
+        monkeypatch.setattr(form, "LARGEST_VARIANCE_CORRECTION", 0.0)
     case = Case("small", key_heads=1, N=7, M=6, D=3, Dv=2, clusters=3, topk=2, masks=masks)
     inputs = make_inputs(case)
 

@@ -10,7 +10,7 @@ from ops.test_attention_kernels import DEVICE, FIRST_ORDER, NAMES, SMALL, check,
 from support.attention_cases import Case, attend, make_inputs
 from support.closeness import assert_close_to_reference
 
-from hf_effattn.ops import query_offsets
+from hf_effattn.ops import query_residuals
 from hf_effattn.ops.bi_clustered_attention import reference
 from hf_effattn.ops.bi_clustered_attention.triton import backward
 from hf_effattn.ops.shared.dropout import KINDS_OF_WEIGHTS
@@ -181,8 +181,8 @@ def test_offsets(case, dtype):
     inputs.query[:, :, outside] = 0.0  # all of one cluster, so that the PyTorch form gives them 0 too
     inputs.labels = inputs.labels.masked_fill(outside, case.clusters)
     settings = {"key_heads": case.key_heads, "query_mask": inputs.query_mask, "rows": 280}
-    expected, expected_mask = query_offsets(inputs.query.double(), inputs.labels, case.clusters + 1, **settings)
-    actual, mask = query_offsets(inputs.query, inputs.labels, case.clusters, backend="triton", **settings)
+    expected, expected_mask = query_residuals(inputs.query.double(), inputs.labels, case.clusters + 1, **settings)
+    actual, mask = query_residuals(inputs.query, inputs.labels, case.clusters, backend="triton", **settings)
     assert actual.dtype == dtype
     if mask is not None:
         assert torch.equal(mask, expected_mask)
@@ -200,10 +200,10 @@ def test_offsets_from_sums_of_parts(dtype):
     query_mask = torch.arange(case.N, device=DEVICE) < torch.tensor([[case.N], [length]], device=DEVICE)
     inputs.query[1, :, length:] = float("nan")
     labels, settings = inputs.labels, {"query_mask": query_mask, "rows": 1200}
-    expected, mask = query_offsets(inputs.query.double(), labels, case.clusters, backend="batched", **settings)
-    actual, _ = query_offsets(inputs.query, labels, case.clusters, backend="triton", **settings)
+    expected, mask = query_residuals(inputs.query.double(), labels, case.clusters, backend="batched", **settings)
+    actual, _ = query_residuals(inputs.query, labels, case.clusters, backend="triton", **settings)
     expected = (expected * mask[:, None, :, None]).cpu()
     assert_close_to_reference("offsets", actual.cpu(), expected, expected.to(dtype), rtol=1e-6)
     one = inputs.query[1:, :, :length], labels[1:, :, :length]
-    alone, _ = query_offsets(*one, case.clusters, rows=1200, backend="triton")
+    alone, _ = query_residuals(*one, case.clusters, rows=1200, backend="triton")
     assert torch.equal(actual[1:, :, :length], alone)

@@ -22,7 +22,7 @@ from support.causal_cases import (
 from support.closeness import assert_close_to_reference
 
 from hf_effattn.ops import causal_clustered_attention
-from hf_effattn.ops.causal_clustered_attention import batched, spans
+from hf_effattn.ops.causal_clustered_attention import batched, segment_batches
 from hf_effattn.ops.causal_clustered_attention.local import LocalPart
 
 each_method = pytest.mark.parametrize("method", METHODS)
@@ -411,7 +411,9 @@ def test_a_local_part_goes_back_as_its_part_of_one_softmax():
         assert_close_to_reference(name, found, wanted, rtol=1e-12)
 
 
-@pytest.mark.parametrize(("module", "name", "number"), [(spans, "SPAN_NUMBERS", 300), (batched, "SQUARE", 3)])
+@pytest.mark.parametrize(
+    ("module", "name", "number"), [(segment_batches, "BATCH_NUMBERS", 300), (batched, "SQUARE", 3)]
+)
 @each_method
 def test_how_much_is_done_at_once_changes_nothing(method, module, name, number, monkeypatch):
     """How many segments, and how many of their rows."""

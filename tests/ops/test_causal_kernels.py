@@ -13,7 +13,7 @@ from support.closeness import assert_close_to_reference
 from hf_effattn.ops import causal_clustered_attention
 from hf_effattn.ops.causal_clustered_attention import reference
 from hf_effattn.ops.causal_clustered_attention.reference import Settings
-from hf_effattn.ops.causal_clustered_attention.triton import clusters, older
+from hf_effattn.ops.causal_clustered_attention.triton import clusters, distant_keys
 from hf_effattn.ops.causal_clustered_attention.triton.layout import Layout
 from hf_effattn.ops.causal_clustered_attention.triton.metric import known_centroids
 from hf_effattn.ops.kmeans.reference import cluster_points
@@ -220,7 +220,7 @@ def test_late_segments_in_parts(monkeypatch):
     case = replace(SMALL, N=64)
     whole, inputs = run("bi-clustered", case, make_inputs(case)), make_inputs(case)
     per_segment = 2 * (5 * 6 * (16 * 4 + 8) + 4 * 8) * 6
-    monkeypatch.setattr(older, "TABLE_BYTES", 2 * per_segment)
+    monkeypatch.setattr(distant_keys, "TABLE_BYTES", 2 * per_segment)
     for name, tensor in run("bi-clustered", case, inputs).items():
         assert_close_to_reference(name, tensor, whole[name].double(), rtol=1e-6)
 

@@ -75,7 +75,7 @@ def words(length: int) -> torch.Tensor:
 
 
 def offsets(length: int) -> None:
-    ops.query_offsets(drawn(length)[0], torch.zeros(1, HEADS, length, dtype=torch.int64), 100, backend="triton")
+    ops.query_residuals(drawn(length)[0], torch.zeros(1, HEADS, length, dtype=torch.int64), 100, backend="triton")
 
 
 def bi_clustered(length: int) -> torch.Tensor:

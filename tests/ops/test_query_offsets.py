@@ -7,8 +7,8 @@ import torch
 import torch.nn.functional as F
 from support.attention_cases import Case, attend, make_inputs
 
-from hf_effattn.ops import predicted_error, query_offsets
-from hf_effattn.ops.bi_clustered_attention.offsets import spread_rows, sum_of_products
+from hf_effattn.ops import predicted_error, query_residuals
+from hf_effattn.ops.bi_clustered_attention.residuals import spread_rows, sum_of_products
 
 CASES = (
     Case("plain"),
@@ -39,7 +39,7 @@ def offsets_of(case, inputs, b, p):
 
 
 def found_offsets(case, inputs, **options):
-    return query_offsets(
+    return query_residuals(
         inputs.query, inputs.labels, case.clusters, key_heads=case.key_heads, query_mask=inputs.query_mask, **options
     )
 
@@ -99,16 +99,16 @@ def test_a_padded_batch_gives_what_its_texts_give(masks, rows, garbage):
     inputs = make_inputs(case)
     mask = inputs.query_mask[1]
     inputs.query[1, :, ~mask], inputs.key[1, :, ~mask] = garbage, -garbage
-    offsets, offsets_mask = found_offsets(case, inputs, rows=rows)
+    offsets, residuals_mask = found_offsets(case, inputs, rows=rows)
     found = predicted_error(
-        offsets, offsets_mask, inputs.key, inputs.key_labels, case.key_clusters, key_mask=inputs.key_mask, rows=rows
+        offsets, residuals_mask, inputs.key, inputs.key_labels, case.key_clusters, key_mask=inputs.key_mask, rows=rows
     )
     assert offsets.isfinite().all()
     query, labels = inputs.query[1:, :, mask], inputs.labels[1:, :, mask]
     key, key_labels = inputs.key[1:, :, mask], inputs.key_labels[1:, :, mask]
-    alone, alone_mask = query_offsets(query, labels, case.clusters, key_heads=2, rows=rows)
+    alone, alone_mask = query_residuals(query, labels, case.clusters, key_heads=2, rows=rows)
     assert alone_mask is None
-    torch.testing.assert_close(offsets[1:, :, offsets_mask[1]], alone, rtol=0, atol=1e-15)
+    torch.testing.assert_close(offsets[1:, :, residuals_mask[1]], alone, rtol=0, atol=1e-15)
     expected = predicted_error(alone, None, key, key_labels, case.key_clusters, rows=rows)
     torch.testing.assert_close(found[1:], expected, rtol=1e-13, atol=0)
 
@@ -147,7 +147,7 @@ def test_of_query_heads_that_share_keys_the_worst_counts(masks, device_kind):
     for head in range(case.H):
         one = slice(head, head + 1), slice(head // 2, head // 2 + 1)
         query, labels = inputs.query[:, one[0]], inputs.labels[:, one[0]]
-        offsets = query_offsets(query, labels, case.clusters, query_mask=inputs.query_mask)
+        offsets = query_residuals(query, labels, case.clusters, query_mask=inputs.query_mask)
         keys = inputs.key[:, one[1]], inputs.key_labels[:, one[1]]
         own.append(predicted_error(*offsets, *keys, case.key_clusters, key_mask=inputs.key_mask))
     expected = torch.cat(own, dim=1).unflatten(1, (2, 2)).amax(dim=2)
@@ -217,6 +217,6 @@ def test_arguments():
     case = Case("arguments")
     inputs = make_inputs(case)
     with pytest.raises(ValueError, match="clusters must be at least 1, got 0"):
-        query_offsets(inputs.query, inputs.labels, 0)
+        query_residuals(inputs.query, inputs.labels, 0)
     with pytest.raises(ValueError, match="labels must be"):
-        query_offsets(inputs.query, inputs.labels[:, :, 1:], case.clusters)
+        query_residuals(inputs.query, inputs.labels[:, :, 1:], case.clusters)

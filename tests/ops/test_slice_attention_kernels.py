@@ -27,7 +27,7 @@ def kernel_inputs(case: Case, dtype: torch.dtype) -> dict[str, torch.Tensor]:
 
 @pytest.mark.parametrize("masked", [False, True])
 def test_sinks_and_sizes_in_several_steps(monkeypatch, masked):
-    sizes = import_module("hf_effattn.ops.slice_attention.triton.sizes")
+    sizes = import_module("hf_effattn.ops.slice_attention.triton.forward")
     monkeypatch.setattr(sizes, "MOST_AT_ONCE", 32)
     case = Case("many_sinks", B=2, N=150, L=7, sinks=True, masks="holes" if masked else "none")
     inputs = on_device(kernel_inputs(case, torch.float32))

@@ -11,7 +11,7 @@ from support.tiny_models import SMALL_SETTINGS, tiny_model
 from torch import nn
 
 import hf_effattn
-from hf_effattn.ops.bi_clustered_attention.offsets import spread_rows, sum_of_products
+from hf_effattn.ops.bi_clustered_attention.residuals import spread_rows, sum_of_products
 from hf_effattn.patching.tolerance import sampled_rows
 
 ANY = torch.export.Dim.DYNAMIC

@@ -17,7 +17,7 @@ from hf_effattn.ops import (
     clustered_attention,
     improved_clustered_attention,
     predicted_error,
-    query_offsets,
+    query_residuals,
 )
 from hf_effattn.ops.cluster_queries import DEFAULT_BITS, DEFAULT_ITERATIONS
 from hf_effattn.patching.methods import METHODS as EVERY_METHOD
@@ -299,11 +299,11 @@ def test_run_method_is_clustering_and_op(method: str, metric: str, clustering: s
     elif method == "i-clustered":
         expected = improved_clustered_attention(query, key, value, labels, clusters=5, **options, **masks)
     else:
-        # Keys in the metric of the queries' offsets from their centroids; heads of a large predicted error exactly.
-        offsets, offsets_mask = query_offsets(query, labels, 5, query_mask=mask)
-        G, metric_of_keys = options["key_clusters"], {"key": offsets, "key_mask": offsets_mask}
+        # Keys in the metric of the queries' residuals from their centroids; heads of a large predicted error exactly.
+        residuals, residuals_mask = query_residuals(query, labels, 5, query_mask=mask)
+        G, metric_of_keys = options["key_clusters"], {"key": residuals, "key_mask": residuals_mask}
         key_labels = cluster_queries(key, G, **metric_of_keys, iterations=2, query_mask=mask, seed=3)
-        predicted = predicted_error(offsets, offsets_mask, key, key_labels, G, key_mask=mask, scale=0.7)
+        predicted = predicted_error(residuals, residuals_mask, key, key_labels, G, key_mask=mask, scale=0.7)
         options = options | {"exact_heads": predicted > 0.5}
         expected = bi_clustered_attention(query, key, value, labels, key_labels, clusters=5, **options, **masks)
     actual = settings.run(query, key, value, key_mask=mask, scale=0.7)

@@ -111,9 +111,9 @@ def check_predicted_error(case: Case) -> None:
 
     def predict(given: Inputs) -> torch.Tensor:
         settings = {"key_heads": case.key_heads, "query_mask": given.query_mask, "rows": case.topk + 1}
-        offsets, counts = ops.query_offsets(given.query, given.labels, case.clusters, **settings)
+        residuals, counts = ops.query_residuals(given.query, given.labels, case.clusters, **settings)
         options = {"group": case.group, "key_mask": given.key_mask, "scale": case.scale}
-        return ops.predicted_error(offsets, counts, given.key, given.key_labels, case.key_clusters, **options)
+        return ops.predicted_error(residuals, counts, given.key, given.key_labels, case.key_clusters, **options)
 
     error = predict(inputs)
     assert error.shape == (case.B, case.key_heads)

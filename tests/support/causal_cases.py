@@ -63,13 +63,13 @@ def attend(method, case, query, key, value, mask, **options):
 
 
 def exact_heads(case):
-    """How many heads of segments with older keys run exactly in the form for a CPU, and how many there are."""
+    """How many heads of segments with distant keys run exactly in the form for a CPU, and how many there are."""
     found = []
 
     def made(segments, chunk, span):
         make(segments, chunk, span)
         if span.new.stop:
-            found.append((sum(len(heads) for heads, _, _ in segments.exact_older), len(chunk.query) * span.count))
+            found.append((sum(len(heads) for heads, _, _ in segments.exact_distant), len(chunk.query) * span.count))
 
     make = batched._Segments.__init__
     with pytest.MonkeyPatch.context() as patch:

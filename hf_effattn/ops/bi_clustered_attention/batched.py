@@ -1,9 +1,9 @@
-"""First-order bi-clustered attention for a CPU: keys and queries sorted by cluster, in blocks, batched products.
+"""Bi-clustered attention for a CPU: keys and queries sorted by cluster, in blocks, batched products.
 
-Of every query cluster a table is made, its exact keys and the tangents of the key clusters, to which its queries then
-attend (`shared.cluster_table`). The backward pass gets the tables where they are small beside the inputs, else which
-keys are exact, and makes them again; of heads that attend exactly it gets output and log-sum-exp. A graph keeps no
-tables. Sums and softmax are in float32, or float64 for float64 inputs; of bfloat16 the products are in bfloat16.
+Every query cluster has a table of its exact keys and of the tangents of the key clusters, to which its queries attend
+(`shared.cluster_table`). The backward pass gets the tables where they are small beside the inputs. Else it gets the
+exact keys and makes the tables again, as it does in a graph. Of heads that attend exactly it gets output and
+log-sum-exp. Sums and softmax are in float32, or float64 for float64 inputs. Products of bfloat16 are in bfloat16.
 
 Sizes: `P` key/value heads of a chunk, `N` queries, `M` keys, `T` exact keys, `C` query clusters of all the query heads
 that share a key/value head, `G` key clusters, `nb` blocks of `L` keys per head.
@@ -26,44 +26,48 @@ from ..shared.precision import accumulation_dtype, in_products, product_dtype, s
 from ..shared.row_chunks import RowChunk
 from ..shared.tables import chunks_of, cluster_sizes, draw_dropout, gradients_of_chunks, output_of_chunks, table_rows
 from .exact_heads import ExactPart, KeyGradients, attend_exactly, exact_backward, exact_parts
-from .reference import LARGEST_LIFT, Inputs, InputsByHead
+from .reference import LARGEST_VARIANCE_CORRECTION, Inputs
 
-# How many times as large as queries, keys, values and output what is left to the backward pass beside them may be.
+# The backward pass keeps tables if all it keeps is at most this many times the queries, keys, values and output.
 MOST_KEPT = 2
 
 
-def largest_buffer(x: Inputs) -> int:
+Counts = tuple[int, int, int]  # query clusters, key clusters and exact keys of a head
+
+
+def largest_buffer(x: Inputs, counts: Counts) -> int:
     """Numbers per head in the centroids' scores, the sums over blocks of keys, the tables that query blocks read."""
-    length, key_length = block_length(x.query.shape[2] / x.clusters), block_length(x.key.shape[2] / x.key_clusters)
-    blocks, key_blocks = x.clusters + x.query.shape[2] // length, x.key_clusters + x.key.shape[2] // key_length
-    head_dim = max(x.key.shape[3], x.value.shape[3])
-    columns = min(x.topk, x.key.shape[2]) + x.key_clusters
+    (C, G, topk), N, M = counts, x.query.shape[2], x.key.shape[2]
+    length, key_length = block_length(N / C), block_length(M / G)
+    blocks, key_blocks = C + N // length, G + M // key_length
+    head_dim, columns = max(x.key.shape[3], x.value.shape[3]), min(topk, M) + G
     return max(
-        x.clusters * x.key.shape[2], key_blocks * x.clusters * 2 * head_dim, blocks * max(columns, length) * head_dim,
-        blocks * length * columns, (x.clusters + x.key_clusters) * head_dim**2,
+        C * M, key_blocks * C * 2 * head_dim, blocks * max(columns, length) * head_dim, blocks * length * columns,
+        (C + G) * head_dim**2,
     )  # fmt: skip
 
 
-def _is_kept(x: Inputs) -> bool:
+def _is_kept(x: Inputs, counts: Counts) -> bool:
     """Whether what a chunk computes is small enough to be left to the backward pass."""
-    (N, D), (M, Dv) = x.query.shape[2:], x.value.shape[2:]
+    (C, G, topk), (N, D), (M, Dv) = counts, x.query.shape[2:], x.value.shape[2:]
     rows = N * D + M * (D + Dv)
-    tables = x.clusters * (M + (x.topk + 2 * x.key_clusters) * (D + Dv)) + (x.clusters + x.key_clusters) * D * Dv
+    tables = C * (M + (topk + 2 * G) * (D + Dv)) + (C + G) * D * Dv
     return rows + tables <= MOST_KEPT * (rows + N * Dv)
 
 
 class _Chunk:
     """What both passes compute of a chunk: the tables of its query clusters."""
 
-    def __init__(self, chunk: RowChunk, x: Inputs, top: torch.Tensor | None = None) -> None:
+    def __init__(self, chunk: RowChunk, x: Inputs, counts: Counts, top: torch.Tensor | None = None) -> None:
         """`top`: places of the exact keys, `(B, heads, group · C, T)`, as the forward pass has found them."""
+        clusters, key_clusters, topk = counts
         dtype, products = accumulation_dtype(x.query.dtype), product_dtype(x.query.dtype)
         self.of_queries, self.of_keys = split_scale(x.scale, products)
         scaled_keys, values = in_products(chunk.keys(x.key), self.of_keys), chunk.keys(x.value).to(products)
-        keys = KeyClusters(scaled_keys, values, chunk.keys(x.key_labels), x.key_clusters)
+        keys = KeyClusters(scaled_keys, values, chunk.keys(x.key_labels), key_clusters)
         self.keys, self.P, self.G, self.D, self.Dv = keys, keys.P, keys.G, keys.D, keys.Dv
-        self.T, self.C = min(x.topk, keys.M), chunk.group * x.clusters
-        self.index = table_rows(chunk, x.labels, x.clusters)
+        self.T, self.C = min(topk, keys.M), chunk.group * clusters
+        self.index = table_rows(chunk, x.labels, clusters)
         sizes = cluster_sizes(self.index, self.P, self.C)
         self.sizes = sizes.clamp(min=1)[..., None]  # (P, C, 1)
         self.blocks = ClusterBlocks.of(self.index, sizes)
@@ -75,14 +79,15 @@ class _Chunk:
         covariance = (queries.transpose(1, 2) @ queries).sub_((centroids * self.sizes).transpose(1, 2) @ centroids)
         covariance /= queries.shape[1]  # Σ_η
         self.summaries = Summaries(
-            keys, centroids, self.T, covariance, largest_lift=LARGEST_LIFT, in_order=x.dropout_seed is not None,
+            keys, centroids, self.T, covariance, largest_correction=LARGEST_VARIANCE_CORRECTION,
+            in_order=x.dropout_seed is not None,
             top=None if top is None else chunk.of_heads(top)[:, : self.C, : self.T],
         )  # fmt: skip
         self.table = self._make_dipole()
 
         self.factor = None
         if x.dropout_seed is not None:
-            shape, kind = (x.query.shape[2], min(x.topk, x.key.shape[2]) + self.G), TOPK_AND_SUMMARY_WEIGHTS
+            shape, kind = (x.query.shape[2], min(topk, x.key.shape[2]) + self.G), TOPK_AND_SUMMARY_WEIGHTS
             factor = draw_dropout(chunk, shape, self.packed_query, x.dropout_p, x.dropout_seed, kind)
             factor = torch.cat([factor[..., : self.T], factor[..., -self.G :]], dim=2)
             self.factor = self.blocks.pack(factor.view(self.P, -1, self.T + self.G))
@@ -128,8 +133,8 @@ class _Chunk:
         return grad_query.mul_(self.of_queries), keys.blocks.unpack(grad_rows, self.P)
 
 
-def _parts(x: InputsByHead) -> list[RowChunk | ExactPart]:
-    """Exact heads, then chunks of heads with the same counts, the dearest first: no thread waits long for the last."""
+def _parts(x: Inputs) -> list[RowChunk | ExactPart]:
+    """Exact heads, then chunks of heads with equal counts, slowest first: no thread waits long for the last."""
     counts = x.counts()
     chunks: list[RowChunk] = []
     for one in sorted(set(counts), key=sum, reverse=True):
@@ -137,7 +142,7 @@ def _parts(x: InputsByHead) -> list[RowChunk | ExactPart]:
         if len(set(counts)) > 1:
             others = torch.tensor([own != one for own in counts]).expand(x.key.shape[:2])
             skip = others if skip is None else others | skip
-        chunks += chunks_of(x.query, x.key, x.key_mask, x.query_mask, largest_buffer(x.with_counts(one)), skip)
+        chunks += chunks_of(x.query, x.key, x.key_mask, x.query_mask, largest_buffer(x, one), skip)
     return [*exact_parts(x), *chunks]
 
 
@@ -148,7 +153,7 @@ def _place(part: RowChunk) -> tuple[int, int, int]:
     return part.batch, part.first_head, part.last_head
 
 
-def _forward(x: InputsByHead) -> list[torch.Tensor]:
+def _forward(x: Inputs) -> list[torch.Tensor]:
     """`V_i = Σ_{t∈T} p_it V_t + Σ_c p_ic Ṽ_jc + r_i η^T M_j` with `T = T_j`, `j = l(i)`, what `_kept` says, tables."""
     output = output_of_chunks(x.query, x.key, x.value, x.key_mask, x.query_mask)
     log_sum, top = _kept(x)
@@ -162,20 +167,20 @@ def _forward(x: InputsByHead) -> list[torch.Tensor]:
             if of_scores is not None:
                 part.chunk.store_queries(log_sum, of_scores, part.rows)
             return
-        own = x.with_counts(counts[part.first_head])
-        chunk = _Chunk(part, own)
+        own = counts[part.first_head]
+        chunk = _Chunk(part, x, own)
         values = attend(chunk.table, chunk.blocks, chunk.packed_query, chunk.factor)
         part.store_queries(output, chunk.blocks.unpack(values, chunk.P))
         part.of_heads(top)[:, : chunk.C, : chunk.T] = chunk.summaries.top
-        if x.keep and _is_kept(own):
+        if x.keep and _is_kept(x, own):
             computed[_place(part)] = chunk
 
     for_every_chunk(attend_chunk, _parts(x), x.query.device)
-    # Threads finish in any order; a checkpoint wants the tensors of both of its passes in the same.
+    # Threads finish in any order, but a checkpoint compares the tensors of its two passes one by one.
     return [output, log_sum, top, *(as_tensors(sorted(computed.items(), key=itemgetter(0))) if x.keep else [])]
 
 
-def _kept(x: InputsByHead) -> tuple[torch.Tensor, torch.Tensor]:
+def _kept(x: Inputs) -> tuple[torch.Tensor, torch.Tensor]:
     """Zeros for what the forward pass leaves to the backward pass.
 
     Log-sum-exp of the queries of exact heads `(B, H, N, 1)`, and the places of exact keys `(B, heads, group · C, T)`.
@@ -187,7 +192,7 @@ def _kept(x: InputsByHead) -> tuple[torch.Tensor, torch.Tensor]:
 
 
 def gradients(
-    grad_output: torch.Tensor, forward: list[torch.Tensor], x: InputsByHead
+    grad_output: torch.Tensor, forward: list[torch.Tensor], x: Inputs
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
     """Gradients of query, key and value, labels and sets `T_j` held fixed; `forward` is what the forward op gave."""
     output, log_sum, top, *kept = forward
@@ -204,8 +209,8 @@ def gradients(
             for target, total in zip((grad_key, grad_value), sums.add(part, of_keys), strict=False):
                 part.chunk.store_keys(target, total)
             return
-        # With another number of threads the chunks are others.
-        chunk = computed.get(_place(part)) or _Chunk(part, x.with_counts(counts[part.first_head]), top)
+        # Another number of threads makes other chunks.
+        chunk = computed.get(_place(part)) or _Chunk(part, x, counts[part.first_head], top)
         packed_grad = chunk.blocks.pack(part.queries(grad_output).to(chunk.packed_query.dtype))
         of_query, of_rows = chunk.backward(packed_grad)
         part.store_queries(grad_query, of_query)
@@ -216,14 +221,14 @@ def gradients(
     return grad_query, grad_key, grad_value
 
 
-def _fake(x: InputsByHead) -> list[torch.Tensor]:
+def _fake(x: Inputs) -> list[torch.Tensor]:
     return [output_of_chunks(x.query, x.key, x.value, x.key_mask, x.query_mask), *_kept(x)]
 
 
-_op = register_op("bi_clustered_attention", InputsByHead, _forward, gradients, fake=_fake, keeps=slice(None))
+_op = register_op("bi_clustered_attention", Inputs, _forward, gradients, fake=_fake, keeps=slice(None))
 
 
 def bi_clustered_attention(*arguments: Any) -> torch.Tensor:
-    """The op; tables are kept where there is a way back, of sizes that no graph knows beforehand."""
+    """The op; it keeps tables where autograd follows and no graph is made, which would not know their sizes."""
     learns = torch.is_grad_enabled() and any(one.requires_grad for one in arguments[:3])
     return cast("torch.Tensor", _op(*arguments, learns and not in_a_graph()))

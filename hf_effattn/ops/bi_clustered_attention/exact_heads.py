@@ -1,4 +1,4 @@
-"""Exact attention of some heads, for a CPU: what no summary of keys serves runs beside the clustered heads.
+"""Exact attention of some heads, for a CPU: heads that no summary of keys serves, beside the clustered ones.
 
 Sizes: `P` heads, `N` queries, `M` keys.
 """
@@ -15,7 +15,7 @@ from ..shared.dropout import exact_dropout_rows
 from ..shared.precision import accumulation_dtype
 from ..shared.row_chunks import CHUNK_BYTES, RowChunk
 from ..shared.tables import chunks_of
-from .reference import InputsByHead
+from .reference import Inputs
 
 FLASH = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu
 FLASH_BACKWARD = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu_backward
@@ -30,9 +30,9 @@ class ExactPart:
 
 
 class KeyGradients:
-    """Adds up what the parts of each head leave for its keys, in their order, on any number of threads.
+    """Adds up the key gradients of the parts of each head, in their order, on any number of threads.
 
-    A head is added up as soon as its last part is there: until the end, a gradient per part would stay in memory.
+    A head is added up as soon as its last part is there, so that gradients of parts do not stay in memory.
     """
 
     def __init__(self, parts: list[ExactPart]) -> None:
@@ -44,7 +44,7 @@ class KeyGradients:
             self._of_head |= dict.fromkeys(together, together)
 
     def add(self, part: ExactPart, gradients: list[torch.Tensor]) -> list[torch.Tensor]:
-        """The sums of its head where no other part of it is missing, else nothing."""
+        """The sums of the part's head if no other part of it is missing, else nothing."""
         with self._lock:
             self._found[part] = gradients
             together = self._of_head[part]
@@ -57,16 +57,16 @@ class KeyGradients:
         return first
 
 
-def exact_parts(x: InputsByHead) -> list[ExactPart]:
+def exact_parts(x: Inputs) -> list[ExactPart]:
     """Each key/value head that is True in `exact_heads` `(B, heads)`, if it has queries and keys, a part per thread.
 
-    With dropout, whose numbers are drawn one after the other, a head is one part.
+    With dropout a head is one part, as its random numbers are drawn one after the other.
     """
     if x.exact_heads is None:
         return []
     parts: list[ExactPart] = []
     threads = torch.get_num_threads() if x.dropout_seed is None and _in_flash(x) else 1
-    # Of so many numbers each head is a chunk.
+    # A buffer of this size makes every head a chunk.
     for chunk in chunks_of(x.query, x.key, x.key_mask, x.query_mask, CHUNK_BYTES, ~x.exact_heads):
         count = x.query.shape[2] if chunk.query_rows is None else len(chunk.query_rows)
         edges = [count * i // threads for i in range(threads + 1)]
@@ -74,7 +74,7 @@ def exact_parts(x: InputsByHead) -> list[ExactPart]:
     return parts
 
 
-def attend_exactly(part: ExactPart, x: InputsByHead) -> tuple[torch.Tensor, torch.Tensor | None]:
+def attend_exactly(part: ExactPart, x: Inputs) -> tuple[torch.Tensor, torch.Tensor | None]:
     """Output of a part's queries, `(1, group · rows, Dv)`, and log-sum-exp of their scores `(1, group · rows, 1)`.
 
     None where the backward pass does not need it.
@@ -94,7 +94,7 @@ def attend_exactly(part: ExactPart, x: InputsByHead) -> tuple[torch.Tensor, torc
 
 
 def exact_backward(
-    part: ExactPart, grad_output: torch.Tensor, output: torch.Tensor, log_sum: torch.Tensor, x: InputsByHead
+    part: ExactPart, grad_output: torch.Tensor, output: torch.Tensor, log_sum: torch.Tensor, x: Inputs
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
     """Gradients of a part's queries, keys and values, `(1, rows, D)`, in float32 or float64.
 
@@ -102,7 +102,7 @@ def exact_backward(
     """
     dtype, chunk = accumulation_dtype(x.query.dtype), part.chunk
     if x.dropout_seed is None and _in_flash(x):
-        # What scaled_dot_product_attention runs there; inside of an operator there is no autograd to ask it by.
+        # What scaled_dot_product_attention runs on a CPU. Inside a custom op there is no autograd to call it through.
         q, k, v = (rows.to(dtype) for rows in _by_query_head(part, x))
         grad, out, of_scores = (
             chunk.queries(rows, part.rows).unflatten(1, (chunk.group, -1)).to(dtype)
@@ -128,11 +128,11 @@ def exact_backward(
     return grad_q[None], grad_k[None], grad_v[None]
 
 
-def _in_flash(x: InputsByHead) -> bool:
+def _in_flash(x: Inputs) -> bool:
     return x.query.device.type == "cpu" and x.query.shape[3] == x.value.shape[3]
 
 
-def _by_query_head(part: ExactPart, x: InputsByHead) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+def _by_query_head(part: ExactPart, x: Inputs) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
     """A part's queries `(1, group, rows, D)`, and the keys and values of its head for each query head."""
     chunk = part.chunk
     q = chunk.queries(x.query, part.rows).unflatten(1, (chunk.group, -1))
@@ -140,8 +140,8 @@ def _by_query_head(part: ExactPart, x: InputsByHead) -> tuple[torch.Tensor, torc
     return q, k, v
 
 
-def _weights(chunk: RowChunk, x: InputsByHead) -> Iterator[tuple[slice, torch.Tensor, torch.Tensor | None]]:
-    """Of some of a chunk's queries at once: which, their weights `(rows, M)`, and the dropout factors of these."""
+def _weights(chunk: RowChunk, x: Inputs) -> Iterator[tuple[slice, torch.Tensor, torch.Tensor | None]]:
+    """Some of a chunk's queries at a time: which they are, their weights `(rows, M)`, and dropout factors."""
     dtype, lengths = accumulation_dtype(x.query.dtype), (x.query.shape[2], x.key.shape[2])
     q, k = chunk.queries(x.query)[0].to(dtype) * x.scale, chunk.keys(x.key)[0].to(dtype)
     per_head = len(q) // chunk.group

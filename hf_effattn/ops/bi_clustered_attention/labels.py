@@ -1,7 +1,7 @@
-"""Labels of queries and keys in one walk over the heads on a CPU: what four ops find one after the other.
+"""Labels of queries and keys in one pass over the heads on a CPU: what four ops find one after the other.
 
-`cluster_queries` of the queries, their `query_offsets`, `cluster_queries` of the keys in the metric of those offsets,
-and `predicted_error` look at the same rows; on a CPU, taking these and calling operators costs as much as arithmetic.
+`cluster_queries` of the queries, their `query_residuals`, `cluster_queries` of the keys in the metric of those, and
+`predicted_error` look at the same rows. On a CPU, taking these and calling operators costs as much as arithmetic.
 """
 
 from collections.abc import Callable
@@ -17,7 +17,7 @@ from ..shared.gradients import register_op
 from ..shared.head_threads import for_every_chunk
 from ..shared.precision import accumulation_dtype
 from ..shared.row_chunks import RowChunk, row_chunks
-from .offsets import PREDICTION_ROWS, error_of
+from .residuals import PREDICTION_ROWS, error_of
 
 Found = tuple[torch.Tensor, torch.Tensor, torch.Tensor]
 
@@ -70,17 +70,17 @@ def _forward(x: Inputs) -> Found:
         cluster(queries, own_labels, queries.spread(count), x.clusters, x.iterations, x.seed, metric)
 
         looked_at = queries if planes is None else Points(queries.own, queries.counted)
-        offsets = offsets_of(looked_at, own_labels, x.clusters, x.fit_queries)
-        n = offsets.shape[1]
-        covariance = torch.bmm(offsets.transpose(1, 2), offsets).unflatten(0, (-1, group))  # (P, group, D, D)
+        residuals = residuals_of(looked_at, own_labels, x.clusters, x.fit_queries)
+        n = residuals.shape[1]
+        covariance = torch.bmm(residuals.transpose(1, 2), residuals).unflatten(0, (-1, group))  # (P, group, D, D)
         if group * n <= key_count:
-            metric = as_metric(covariance.sum(dim=1))  # the offsets' mean is 0
+            metric = as_metric(covariance.sum(dim=1))  # the residuals' mean is 0
         else:
             some = strided_rows(group * n, key_count)
-            metric = keys_metric(offsets.unflatten(0, (-1, group)).flatten(1, 2).index_select(1, some))
+            metric = keys_metric(residuals.unflatten(0, (-1, group)).flatten(1, 2).index_select(1, some))
         cluster(keys, own_key_labels, keys.spread(key_count), x.key_clusters, x.key_iterations, x.seed, metric)
         if x.predict:
-            within = offsets_of(keys, own_key_labels, x.key_clusters, PREDICTION_ROWS)
+            within = residuals_of(keys, own_key_labels, x.key_clusters, PREDICTION_ROWS)
             spread = torch.bmm(within.transpose(1, 2), within) / within.shape[1]
             chunk.of_heads(predicted)[:] = error_of(covariance[None], n, spread[None], x.scale)[0]
 
@@ -93,6 +93,6 @@ def _forward(x: Inputs) -> Found:
 cluster_both: Callable[..., Found] = register_op("cluster_both", Inputs, _forward, fake=_empty, shown=3)
 
 
-def offsets_of(points: Points, labels: torch.Tensor, clusters: int, count: int) -> torch.Tensor:
-    """What evenly spread points differ by from the means of theirs in each cluster, `(P, n, D)`; labels `(P, N)`."""
-    return Members(points.spread(count), clusters).offsets(labels[:, points.places(count)])
+def residuals_of(points: Points, labels: torch.Tensor, clusters: int, count: int) -> torch.Tensor:
+    """Residuals of evenly spread points from their means in each cluster, `(P, n, D)`; labels `(P, N)`."""
+    return Members(points.spread(count), clusters).residuals(labels[:, points.places(count)])

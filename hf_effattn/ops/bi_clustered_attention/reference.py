@@ -1,4 +1,4 @@
-"""First-order bi-clustered attention as its definition reads. Plain PyTorch, any device.
+"""Bi-clustered attention as its definition reads. Plain PyTorch, any device.
 
 Sizes: `C` query clusters, `G` key clusters, `T` exact keys per query cluster.
 """
@@ -11,35 +11,16 @@ import torch.nn.functional as F
 
 from ..shared.arguments import check_label_range
 from ..shared.dropout import TOPK_AND_SUMMARY_WEIGHTS, dropout_factor, exact_dropout_rows
-from ..shared.masking import for_every_head, unmasked
+from ..shared.masking import repeat_heads, unmasked
 from ..shared.precision import SMALLEST as SMALLEST
 
-# Of the logarithm by which a key's mean mass over a cluster's queries exceeds that at the centroid: where it would be
-# more, offsets are no small ones, and to count the key more heavily would be wrong for most of the queries.
-LARGEST_LIFT = 0.5
+# Largest logarithm by which a key's mean mass over a cluster's queries exceeds that at the centroid. Where it would be
+# more, residuals are large, and to count the key more heavily would be wrong for most of the queries.
+LARGEST_VARIANCE_CORRECTION = 0.5
 
 
 class Inputs(NamedTuple):
-    """The arguments of the public op, with the same counts for all heads."""
-
-    query: torch.Tensor
-    key: torch.Tensor
-    value: torch.Tensor
-    labels: torch.Tensor
-    key_labels: torch.Tensor
-    clusters: int
-    key_clusters: int
-    topk: int
-    key_mask: torch.Tensor | None
-    query_mask: torch.Tensor | None
-    exact_heads: torch.Tensor | None
-    scale: float
-    dropout_p: float
-    dropout_seed: torch.Tensor | None
-
-
-class InputsByHead(NamedTuple):
-    """The same with counts for every key/value head; `keep`: whether the backward pass may be left tables."""
+    """The arguments of every form, with counts for every key/value head."""
 
     query: torch.Tensor
     key: torch.Tensor
@@ -55,19 +36,14 @@ class InputsByHead(NamedTuple):
     scale: float
     dropout_p: float
     dropout_seed: torch.Tensor | None
-    keep: bool = False
+    keep: bool = False  # whether the backward pass may be left tables
 
     def counts(self) -> list[tuple[int, int, int]]:
         """Query clusters, key clusters and exact keys of every key/value head."""
         return list(zip(self.clusters, self.key_clusters, self.topk, strict=True))
 
-    def with_counts(self, counts: tuple[int, int, int]) -> Inputs:
-        """All heads with the same."""
-        fields = self._asdict() | dict(zip(("clusters", "key_clusters", "topk"), counts, strict=True))
-        return Inputs(**{name: fields[name] for name in Inputs._fields})
 
-
-def offsets(query: torch.Tensor, labels: torch.Tensor, clusters: int) -> torch.Tensor:
+def residuals(query: torch.Tensor, labels: torch.Tensor, clusters: int) -> torch.Tensor:
     """`η = Q_i - Q̄_l(i)` of the rows `(N, D)` of a head, from the means of those with each label."""
     return query - means(query, labels, clusters)[labels]
 
@@ -79,9 +55,9 @@ def means(rows: torch.Tensor, labels: torch.Tensor, clusters: int) -> torch.Tens
 
 
 def squared_distances(key: torch.Tensor, mean_keys: torch.Tensor, eta: torch.Tensor) -> torch.Tensor:
-    """`d_t² = (K_t - K̄_g(t))^T Σ_η (K_t - K̄_g(t))` `(M,)`, `Σ_η` the covariance of the offsets `(N, D)`.
+    """`d_t² = (K_t - K̄_g(t))^T Σ_η (K_t - K̄_g(t))` `(M,)`, `Σ_η` the covariance of the residuals `(N, D)`.
 
-    It is the variance, over the queries' offsets, of what key `t` scores beyond the mean of its cluster.
+    It is the variance, over the queries' residuals, of what key `t` scores beyond the mean of its cluster.
     """
     covariance = eta.T @ eta / max(1, len(eta))
     difference = key - mean_keys
@@ -102,33 +78,33 @@ def attend_head(
 ) -> torch.Tensor:
     """One head: scaled queries `(N, D)`, keys `(M, D)` and values `(M, Dv)` that count, at least one key.
 
-    `eta` are the offsets that make `Σ_η`: of all the query heads that share the keys. `factor` `(N, T + G)`: dropout.
+    `eta` are the residuals that make `Σ_η`, of all query heads that share the keys. `factor` `(N, T + G)`: dropout.
     """
     centroids = means(query, labels, clusters)  # Q̄: (C, D)
     mean_keys, mean_values = (means(rows, key_labels, key_clusters) for rows in (key, value))
     spread_keys, spread_values = key - mean_keys[key_labels], value - mean_values[key_labels]
     distances = squared_distances(key.detach(), mean_keys.detach()[key_labels], eta.detach())
-    # exp(d²/2) is the mean of exp(η·(K_t - K̄_g(t))) over normally distributed offsets.
-    lift = (distances / 2).clamp(max=LARGEST_LIFT)  # b_t
+    # exp(d²/2) is the mean of exp(η·(K_t - K̄_g(t))) over normally distributed residuals.
+    variance_correction = (distances / 2).clamp(max=LARGEST_VARIANCE_CORRECTION)  # b_t
     output = query.new_zeros(len(query), value.shape[1])
     for j in range(clusters):
         own = labels == j
         centroid = centroids[j]
         scores = key @ centroid  # (M,)
-        # Exact keys T_j: what the mean of its cluster represents badly, not what weighs most.
+        # Exact keys T_j: those that the mean of their cluster represents badly, not those that weigh most.
         chosen = (scores.detach() + distances.clamp(min=SMALLEST).log()).topk(topk).indices
         rest = torch.ones_like(key_labels, dtype=torch.bool).index_fill(0, chosen, False)
 
         # Tilted summaries at the centroid, of the keys of every cluster outside T_j.
-        lifted = scores + lift
+        corrected = scores + variance_correction
         seen, log_mass, tilted_keys, tilted_values, covariances = [], [], [], [], []
         for c in range(key_clusters):
             members = (key_labels == c) & rest
             if not members.any():
                 continue
             seen.append(c)
-            log_mass.append(lifted[members].logsumexp(dim=0))  # log S_jc
-            share = lifted[members].softmax(dim=0)  # w_jt / S_jc
+            log_mass.append(corrected[members].logsumexp(dim=0))  # log S_jc
+            share = corrected[members].softmax(dim=0)  # w_jt / S_jc
             tilted_keys.append(share @ key[members])
             tilted_values.append(share @ value[members])
             everyone = key_labels == c
@@ -154,12 +130,12 @@ def attend_head(
 
 def bi_clustered_attention(*arguments: Any) -> torch.Tensor:
     """`V_i = Σ_{t∈T} p_it V_t + Σ_c p_ic Ṽ_jc + r_i η^T M_j` with `T = T_j`, `j = l(i)`, head by head."""
-    inputs = InputsByHead(*arguments)
+    inputs = Inputs(*arguments)
     query, key, value, labels, key_labels, *_, scale, dropout_p, dropout_seed, _ = unmasked(inputs)
     key_mask, query_mask, exact_heads = inputs.key_mask, inputs.query_mask, inputs.exact_heads
     query = scale * query
     group = query.shape[1] // inputs.key.shape[1]
-    labels, key_labels = labels.long(), for_every_head(key_labels, query).long()
+    labels, key_labels = labels.long(), repeat_heads(key_labels, query).long()
 
     B, H, N, _ = query.shape
     output = query.new_zeros(B, H, N, value.shape[3])
@@ -182,7 +158,7 @@ def bi_clustered_attention(*arguments: Any) -> torch.Tensor:
             output[b, h, rows] = weights @ own[1]
             continue
         sharing = range(h // group * group, h // group * group + group)
-        eta = [offsets(query[b, g, rows], labels[b, g, rows], clusters) for g in sharing]
+        eta = [residuals(query[b, g, rows], labels[b, g, rows], clusters) for g in sharing]
         exact, factor = min(topk, len(own[0])), None
         if dropout_seed is not None:
             shape = N, topk + key_clusters

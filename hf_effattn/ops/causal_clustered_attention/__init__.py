@@ -16,12 +16,12 @@ from . import batched, reference
 from .sinks import check_sinks
 
 METHODS = ("clustered", "i-clustered", "bi-clustered")
-# The least loss of perplexity for the scores, on a language model: scripts/benchmark/language_model.py.
+# Least loss of perplexity per computed score, on a language model: scripts/benchmark/language_model.py.
 DEFAULT_SEGMENT_LENGTH = 1024
 DEFAULT_WINDOW = 256
-# More, of a segment's few, save a language model no loss on average: scripts/benchmark/language_model.py.
+# Fitting on more of a segment's queries does not lower a language model's loss: scripts/benchmark/language_model.py.
 FIT_QUERIES_PER_CLUSTER = 32
-LARGEST_GROUP = 32  # query heads that share keys: in the kernels each has a bit in the word of a key
+LARGEST_GROUP = 32  # query heads that share keys: each has a bit of a key's 32-bit word in the kernels
 
 
 def _triton(*arguments: Any) -> torch.Tensor:
@@ -51,38 +51,27 @@ def causal_clustered_attention(
     dropout_p: float = 0.0,
     backend: str | None = None,
 ) -> torch.Tensor:
-    """Causal self-attention: exact to the nearest keys, over clusters to all older ones.
+    """Causal self-attention: exact to the nearest keys, over clusters to all more distant ones.
 
-    Tokens are cut into segments. A query attends exactly to its segment's keys up to itself and to `window` keys
-    before the segment. For the older keys, the queries of the segment before are put into clusters (K-means in the
-    keys' metric), and the query goes to the nearest centroid `Q̄_j`. One softmax runs over the local keys, `topk` older
-    keys `T` exactly, the same for the whole segment, and what stands for all others at `Q̄_j`:
+    Tokens are cut into segments. A query attends exactly to its segment's keys up to itself, to `window` keys before
+    the segment, and to `topk` of the distant keys. All other distant keys are summarised at the nearest centroid of
+    the previous segment's queries: by clusters of keys with linear summaries (`"bi-clustered"`), or by the centroid's
+    scores (`"i-clustered"`; `"clustered"`, without exact distant keys). `ops/README.md` has the derivation.
 
-    - `"bi-clustered"`: of every cluster of keys `log S_jc + η·K̃_jc`, the tangents of `bi_clustered_attention` without
-      lift and dipole. Keys are clustered once, when a segment first sees them so, by the offsets `η` of the past
-      queries from their centroids. `T` are the keys with the largest `w_t d_t²`: `w_t` is the mean weight that the
-      past queries give the key at their centroids, `d_t²` the variance of `η·(K_t - K̄_g(t))`;
-    - `"i-clustered"`: the centroid's scores. `T` are the keys with the largest `w_t`;
-    - `"clustered"`: the centroid's scores of all (Source: Vyas 2020, for bidirectional attention).
-
-    Which keys a query sees in which way depends on its position, on itself and on earlier tokens. Changing a token
-    changes no earlier output, bit for bit; on a GPU a value that is not finite may change
-    those of its segment, as with exact attention. With `window >= N`, and for the two first methods with `topk >= N`,
-    the result is exact attention. Gradients are exact for fixed clusters and chosen keys. Of exact attention's work
+    Changing a token changes no earlier output, bit for bit; on a GPU a value that is not finite may change those of
+    its segment, as with exact attention. With `window >= N`, and for the first two methods with `topk >= N`, the
+    result is exact attention. Gradients are exact for fixed clusters and chosen keys. Of exact attention's work
     `clusters / segment_length` remains at any length, and what grows with `N`; memory grows with `N`.
 
-    Ours: causal clustered attention elsewhere computes centroids of later queries too.
-
-    Sizes: `B` batch, `H` heads, `N` length, `D` head_dim of query and key, `Dv` of value.
+    Ours, beyond Vyas 2020. Sizes: `B` batch, `H` heads, `N` length, `D` head_dim of query and key, `Dv` of value.
 
     Args:
         query (`torch.Tensor`): `(B, H, N, D)`, any strides.
-        key (`torch.Tensor`): `(B, H, N, D)`, any strides; or with fewer heads that divide `H` (grouped-query layout:
-            query head `h` reads key/value head `h // (H / heads)`), which are not expanded.
-        value (`torch.Tensor`): `(B, H, N, Dv)`, with the heads of `key`, any strides.
+        key (`torch.Tensor`): `(B, heads, N, D)`, any strides; `heads` is `H` or divides it (grouped-query layout).
+        value (`torch.Tensor`): `(B, heads, N, Dv)`, any strides.
         method (`str`): `"clustered"`, `"i-clustered"` or `"bi-clustered"`.
-        clusters (`int`): clusters of past queries per head.
-        topk (`int`): older keys attended to exactly, of every query head; without meaning for `"clustered"`.
+        clusters (`int`): clusters of the previous segment's queries per head.
+        topk (`int`): distant keys attended to exactly, of every query head; without meaning for `"clustered"`.
         key_clusters (`int`): clusters of a segment's keys, of `"bi-clustered"`.
         segment_length (`int`): tokens of a segment.
         window (`int`): keys before the segment that are attended to exactly.
@@ -90,15 +79,14 @@ def causal_clustered_attention(
         fit_queries (`int`, *optional*): queries, and keys, of a segment that clusters are fitted on, at most. Default:
             32 for each cluster.
         max_predicted_error (`float`, *optional*): of `"bi-clustered"`: heads in which the error predicted for a
-            segment is larger (`predicted_error`, of the past queries that its clusters are of) attend exactly to all
-            older keys. Default: none does.
+            segment (`predicted_error`) is larger attend exactly to all distant keys. Default: none does.
         seed (`int`): of the clustering of queries and keys.
         key_mask (`torch.BoolTensor`, *optional*): `(B, N)`, True = counts. Masked tokens are taken out, as if they
             did not stand there: their outputs are 0.
         sinks (`torch.Tensor`, *optional*): `(H,)`, a score of each query head that takes its weight in every softmax
             and has no value (gpt-oss), in any floating-point dtype; it has a gradient.
         scale (`float`, *optional*): factor on the scores. Default `D ** -0.5`.
-        dropout_p (`float`): dropout on the attention weights; what stands for many keys is dropped as one.
+        dropout_p (`float`): dropout on the attention weights; a summary is dropped as one.
         backend (`str`, *optional*): `"reference"`, `"batched"` or `"triton"`; default: Triton on a GPU, for up to
             32 query heads for each of keys, else batched. Triton's labels and dropout are other ones.
 
@@ -109,6 +97,13 @@ def causal_clustered_attention(
         ValueError: an unknown method or a backend that cannot run, sizes that do not fit together, counts below 1
             (`window` and `iterations`, `max_predicted_error`: below 0), a `dropout_p` outside [0, 1).
         TypeError: a mask that is not boolean, a count that is not an int, any other argument of a wrong type.
+
+    Example:
+        >>> import torch
+        >>> from hf_effattn.ops import causal_clustered_attention
+        >>> query, key, value = torch.randn(3, 1, 12, 8192, 64)
+        >>> causal_clustered_attention(query, key, value, clusters=1, topk=384, key_clusters=16).shape
+        torch.Size([1, 12, 8192, 64])
     """
     if method not in METHODS:
         raise ValueError(f"method must be one of {', '.join(map(repr, METHODS))}, got {method!r}")

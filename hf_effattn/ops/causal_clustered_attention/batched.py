@@ -1,10 +1,10 @@
 """Causal attention over clusters for a CPU: a few large steps for many segments, on parts of one softmax.
 
-Beside the inputs the backward pass gets what of the forward pass is dear and as small as they are: the output, the
-log-sum-exp, and the labels. Tables are made again. All arithmetic is in float32, or float64 for float64 inputs.
+Beside the inputs the backward pass gets what is expensive to compute and as small as they are: the output, the
+log-sum-exp and the labels. It makes the tables again. All arithmetic is in float32, or float64 for float64 inputs.
 
-Sizes: `P` key/value heads of a chunk, `g` query heads that share one, `N` queries and keys, `S` segments of a span,
-`n` queries of a segment, `C` query clusters per query head. What belongs to a span's segments is `(P · S, g, n, ·)`.
+Sizes: `P` key/value heads of a chunk, `g` query heads that share one, `N` queries and keys, `S` segments of a batch,
+`n` queries of a segment, `C` query clusters per query head. What belongs to a batch's segments is `(P · S, g, n, ·)`.
 """
 
 from collections.abc import Iterator
@@ -19,24 +19,25 @@ from ..shared.head_threads import for_every_chunk
 from ..shared.precision import accumulation_dtype
 from ..shared.row_chunks import CHUNK_BYTES, RowChunk
 from ..shared.tables import chunks_of, draw_dropout, empty_output, gradients_of_chunks, output_of_chunks
-from .finished_keys import FinishedKeys
-from .local import Attended, LocalPart, merge_
-from .older import OlderPart, PastQueries
+from .completed_keys import CompletedKeys
+from .distant_keys import DistantPart, PreviousQueries
+from .local import LocalPart, PartialOutput, merge_
 from .reference import Settings, add_special, without_special
+from .segment_batches import SegmentBatch, segment_batches
 from .sinks import HAVE_GRADIENTS, add_sinks_, gradient_of_sinks
-from .spans import Span, spans
 
-# Of the key/value heads of a chunk, all together: fewer make too small steps, more leave the cache.
+# Rows of all key/value heads of a chunk: with fewer the steps are too small, with more they leave the cache.
 CHUNK_ROWS = 2**15
-# Queries of a segment that attend to their own keys in one step: of torch's causal step a score takes twice as long as
-# of its other one, but every step has a price.
+# Queries of a segment that attend to their own keys in one step. A score of torch's causal attention takes twice as
+# long as one of its full attention, but every call has a price.
 SQUARE = 256
 
 
 def chunks(settings: Settings) -> list[RowChunk]:
-    """On a CPU as many key/value heads at once as make a few large steps, whatever the number of texts in the batch.
+    """Chunks of key/value heads; on a CPU of as many as make a few large steps.
 
-    Otherwise what a text gets would differ in its last bits from what it gets alone.
+    Their size does not depend on the number of texts: otherwise a text in a batch would differ in its last bits from
+    the text alone.
     """
     query, key, _, key_mask = settings[:4]
     heads, numbers = key.shape[1], 0
@@ -48,65 +49,60 @@ def chunks(settings: Settings) -> list[RowChunk]:
     return chunks_of(query, key, key_mask, key_mask, numbers)
 
 
-def row_parts(length: int) -> list[slice]:
-    """Rows of a segment that attend exactly in one step."""
-    return [slice(start, min(start + SQUARE, length)) for start in range(0, length, SQUARE)]
-
-
 class _Segments:
-    """The parts of one softmax of a span: of a segment's own keys, those of the window, and older ones."""
+    """The parts of one softmax for the segments of a batch: their own keys, the window's, and distant keys."""
 
-    def __init__(self, chunk: "_Chunk", span: Span) -> None:
-        self.chunk, self.span = chunk, span
-        self.query = span.cut(chunk.query, span.rows)
-        self.older: OlderPart | None = None
-        # Of which of the `P · S` heads of segments, the older keys' number, and the part.
-        self.exact_older: list[tuple[torch.Tensor, int, LocalPart]] = []
-        self.past: PastQueries | None = None
-        if span.new.stop:
-            self._look_at_older()
+    def __init__(self, chunk: "_Chunk", batch: SegmentBatch) -> None:
+        self.chunk, self.batch = chunk, batch
+        self.query = batch.cut(chunk.query, batch.rows)
+        self.distant: DistantPart | None = None
+        # Which of the `P · S` heads of segments, how many distant keys they have, and the part.
+        self.exact_distant: list[tuple[torch.Tensor, int, LocalPart]] = []
+        self.previous: PreviousQueries | None = None
+        if batch.new.stop:
+            self._look_at_distant_keys()
 
-    def _look_at_older(self) -> None:
-        """Cluster queries and keys, and choose who attends how to the keys older than the window."""
-        chunk, settings, query, span = self.chunk, self.chunk.settings, self.query, self.span
-        finished = chunk.finished
-        labels = None if chunk.query_labels is None else span.cut(chunk.query_labels, span.past_queries)
-        metric = finished.metrics(span) if settings.clusters > 1 else None
-        self.past = PastQueries(span.cut(chunk.query, span.past_queries), metric, labels, settings)
-        covariance = self.past.of_heads.mean(dim=1)
+    def _look_at_distant_keys(self) -> None:
+        """Cluster queries and keys, and choose which head attends to the distant keys in which way."""
+        chunk, settings, query, batch = self.chunk, self.chunk.settings, self.query, self.batch
+        completed = chunk.completed
+        labels = None if chunk.query_labels is None else batch.cut(chunk.query_labels, batch.previous_queries)
+        metric = completed.metrics(batch) if settings.clusters > 1 else None
+        self.previous = PreviousQueries(batch.cut(chunk.query, batch.previous_queries), metric, labels, settings)
+        covariance = self.previous.of_heads.mean(dim=1)
         if chunk.key_labels is None:
-            self.key_labels = finished.labels_of(span, covariance)
+            self.key_labels = completed.labels_of(batch, covariance)
         else:
-            self.key_labels = chunk.key_labels[:, span.new_keys].unflatten(1, (span.count, -1)).flatten(0, 1)
-        finished.add(span, self.key_labels, covariance)
+            self.key_labels = chunk.key_labels[:, batch.new_keys].unflatten(1, (batch.count, -1)).flatten(0, 1)
+        completed.add(batch, self.key_labels, covariance)
         exact = torch.zeros(len(query), dtype=torch.bool, device=query.device)
         if settings.max_predicted_error < inf:
-            exact = finished.predicted(self.past.of_heads, span) > settings.max_predicted_error
-            for i, older in enumerate(span.older):
-                heads = exact[i :: span.count].nonzero()[:, 0]
+            exact = completed.predicted(self.previous.of_heads, batch) > settings.max_predicted_error
+            for i, distant in enumerate(batch.distant):
+                heads = exact[i :: batch.count].nonzero()[:, 0]
                 if len(heads):
-                    key, value = (rows[heads, :older] for rows in (chunk.key, chunk.value))
-                    own = heads * span.count + i
-                    rows = slice(span.start + i * span.length, span.start + (i + 1) * span.length)
-                    factor = chunk.exact_factor(heads, rows, slice(0, older))
-                    self.exact_older.append((own, older, LocalPart(query[own], key, value, False, factor)))
-        if not self.exact_older or not exact.all():
+                    key, value = (rows[heads, :distant] for rows in (chunk.key, chunk.value))
+                    own = heads * batch.count + i
+                    rows = slice(batch.start + i * batch.length, batch.start + (i + 1) * batch.length)
+                    factor = chunk.exact_factor(heads, rows, slice(0, distant))
+                    self.exact_distant.append((own, distant, LocalPart(query[own], key, value, False, factor)))
+        if not self.exact_distant or not exact.all():
             factor = None
             if chunk.factor is not None:
-                factor = span.cut(chunk.factor[..., settings.local_keys :], span.rows)
-            self.older = OlderPart(query, finished, self.past, span, factor, settings)
+                factor = batch.cut(chunk.factor[..., settings.local_keys :], batch.rows)
+            self.distant = DistantPart(query, completed, self.previous, batch, factor, settings)
 
     def store_labels(self, of_queries: torch.Tensor, of_keys: torch.Tensor) -> None:
         """Write the labels that were found for these segments to `(P, g, N)` and `(P, N)`."""
-        if self.past is not None:
-            of_queries[:, :, self.span.past_queries] = self.span.join(self.past.labels)
-            of_keys[:, self.span.new_keys] = self.key_labels.reshape(len(of_keys), -1)
+        if self.previous is not None:
+            of_queries[:, :, self.batch.previous_queries] = self.batch.join(self.previous.labels)
+            of_keys[:, self.batch.new_keys] = self.key_labels.reshape(len(of_keys), -1)
 
-    def _attend_locally(self) -> Attended:
+    def _attend_locally(self) -> PartialOutput:
         """What `attend` finds of a segment's own keys and of those of the window."""
         query, chunk = self.query, self.chunk
         found = query.new_empty(*query.shape[:3], chunk.value.shape[2]), query.new_empty(*query.shape[:3], 1)
-        for rows, parts in chunk.local_parts(query, self.span):
+        for rows, parts in chunk.local_parts(query, self.batch):
             near, *others = (part.attend() for _, part in parts)
             for other in others:
                 merge_(near, other)
@@ -114,51 +110,56 @@ class _Segments:
                 target[:, :, rows] = numbers
         return found
 
-    def attend(self) -> Attended:
+    def attend(self) -> PartialOutput:
         """Outputs `(P · S, g, n, Dv)` and log-sum-exp `(P · S, g, n, 1)`."""
         found = self._attend_locally()
-        if self.older is not None:
-            older = self.older.attend()
-            for heads, _, _ in self.exact_older:
-                older[1][heads] = -torch.inf
-            merge_(found, older)
-        for heads, _, part in self.exact_older:
+        if self.distant is not None:
+            distant = self.distant.attend()
+            for heads, _, _ in self.exact_distant:
+                distant[1][heads] = -torch.inf
+            merge_(found, distant)
+        for heads, _, part in self.exact_distant:
             of_heads = found[0][heads], found[1][heads]
             merge_(of_heads, part.attend())
             for target, numbers in zip(found, of_heads, strict=True):
                 target[heads] = numbers
         if self.chunk.sinks is not None:
-            add_sinks_(*found, self.chunk.sinks.repeat_interleave(self.span.count, dim=0)[..., None, None])
+            add_sinks_(*found, self.chunk.sinks.repeat_interleave(self.batch.count, dim=0)[..., None, None])
         return found
 
     def backward(
-        self, grad: torch.Tensor, whole: Attended, of_query: torch.Tensor, of_key: torch.Tensor, of_value: torch.Tensor
+        self,
+        grad: torch.Tensor,
+        whole: PartialOutput,
+        of_query: torch.Tensor,
+        of_key: torch.Tensor,
+        of_value: torch.Tensor,
     ) -> None:
-        """Add to the gradients of a chunk's rows, but for those of the finished keys by clusters.
+        """Add to the gradients of a chunk's rows, except what completed keys get through their clusters.
 
         `whole` is what `attend` has found.
         """
-        span = self.span
+        batch = self.batch
         of_rows = torch.zeros_like(self.query)
-        for rows, parts in self.chunk.local_parts(self.query, span):
+        for rows, parts in self.chunk.local_parts(self.query, batch):
             own_grad, *own_whole = (numbers[:, :, rows].contiguous() for numbers in (grad, *whole))
             for first, part in parts:
                 more = part.backward(own_grad, own_whole[0], own_whole[1])
                 of_rows[:, :, rows] += more[0]
-                span.add_keys(of_key, more[1], first)
-                span.add_keys(of_value, more[2], first)
-        for heads, older, part in self.exact_older:
+                batch.add_keys(of_key, more[1], first)
+                batch.add_keys(of_value, more[2], first)
+        for heads, distant, part in self.exact_distant:
             more = part.backward(grad[heads], whole[0][heads], whole[1][heads])
             of_rows[heads] += more[0]
-            of_head = heads // span.count
-            of_key[of_head, :older] += more[1]
-            of_value[of_head, :older] += more[2]
+            of_head = heads // batch.count
+            of_key[of_head, :distant] += more[1]
+            of_value[of_head, :distant] += more[2]
             grad = grad.index_fill(0, heads, 0.0)
-        if self.older is not None:
-            more_rows, of_past = self.older.backward(grad, whole, of_key, of_value)
+        if self.distant is not None:
+            more_rows, of_previous = self.distant.backward(grad, whole, of_key, of_value)
             of_rows += more_rows
-            of_query[:, :, span.past_queries] += span.join(of_past)
-        of_query[:, :, span.rows] += span.join(of_rows)
+            of_query[:, :, batch.previous_queries] += batch.join(of_previous)
+        of_query[:, :, batch.rows] += batch.join(of_rows)
 
 
 class _Chunk:
@@ -180,8 +181,8 @@ class _Chunk:
             shape, like = (self.all_rows, settings.columns(self.all_rows)), self.query
             factor = draw_dropout(chunk, shape, like, settings.dropout_p, dropout_seed, TOPK_AND_SUMMARY_WEIGHTS)
             self.factor = factor.view(*self.query.shape[:3], -1)
-        self.spans = list(spans(settings, self.key.shape[1], len(self.key)))
-        self.finished = FinishedKeys(self.key, self.value, settings, self.spans)
+        self.batches = list(segment_batches(settings, self.key.shape[1], len(self.key)))
+        self.completed = CompletedKeys(self.key, self.value, settings, self.batches)
         self.query_labels: torch.Tensor | None = None
         self.key_labels: torch.Tensor | None = None
         if kept is not None:
@@ -193,23 +194,26 @@ class _Chunk:
         return rows.unflatten(1, (self.chunk.group, -1))
 
     def segments(self) -> Iterator[_Segments]:
-        """A span after the other."""
-        for span in self.spans:
-            yield _Segments(self, span)
+        """One batch of segments after the other."""
+        for batch in self.batches:
+            yield _Segments(self, batch)
 
-    def local_parts(self, query: torch.Tensor, span: Span) -> Iterator[tuple[slice, list[tuple[int, LocalPart]]]]:
-        """Rows of every segment over their own keys, and over all from the window on that stand before those.
+    def local_parts(
+        self, query: torch.Tensor, batch: SegmentBatch
+    ) -> Iterator[tuple[slice, list[tuple[int, LocalPart]]]]:
+        """Rows of every segment, with their parts: over their own keys, and over all keys from the window to those.
 
-        With the number of the first key, in the first segment.
+        Each part comes with the number of its first key in the first segment.
         """
-        begin, window = span.start - span.window, span.window
+        begin, window = batch.start - batch.window, batch.window
         # Copied once, for all parts.
-        key, value = (span.keys(numbers, begin, window + span.length) for numbers in (self.key, self.value))
+        key, value = (batch.keys(numbers, begin, window + batch.length) for numbers in (self.key, self.value))
         factor = None
         if self.factor is not None:
             first = self.settings.window - window
-            factor = span.cut(self.factor[..., first : first + key.shape[1]], span.rows)
-        for rows in row_parts(span.length):
+            factor = batch.cut(self.factor[..., first : first + key.shape[1]], batch.rows)
+        for row in range(0, batch.length, SQUARE):
+            rows = slice(row, min(row + SQUARE, batch.length))
             found = []
             start = window + rows.start
             for own, causal in ((slice(start, window + rows.stop), True), (slice(0, start), False)):
@@ -220,7 +224,7 @@ class _Chunk:
             yield rows, found
 
     def exact_factor(self, heads: torch.Tensor, rows: slice, keys: slice) -> torch.Tensor | None:
-        """Dropout `(heads, g, n, m)` of exact weights, by other numbers than those of the other columns."""
+        """Dropout `(heads, g, n, m)` of exact weights, drawn apart from that of the other columns."""
         if self.seed is None:
             return None
         N, own, p, g = self.all_rows, self.chunk.query_rows, self.settings.dropout_p, self.chunk.group
@@ -236,12 +240,12 @@ class Kept(NamedTuple):
 
     output: torch.Tensor  # `(B, H, N, Dv)`, in float32 or float64
     log_sum: torch.Tensor  # log-sum-exp of the scores, `(B, H, N, 1)`
-    query_labels: torch.Tensor  # of the past queries, `(B, H, N, 1)`
+    query_labels: torch.Tensor  # of the previous queries, `(B, H, N, 1)`
     key_labels: torch.Tensor  # `(B, heads, N, 1)`
 
     @staticmethod
     def empty(x: Settings) -> "Kept":
-        """Zeros, to be written; of no rows where nothing is to be kept."""
+        """Zeros to be written, without rows where nothing is to be kept."""
         query, key, value = x[:3]
         N = query.shape[2] if x.keeps else 0
         of_queries, of_keys = (*query.shape[:2], N), (*key.shape[:2], N)
@@ -255,7 +259,7 @@ class Kept(NamedTuple):
 
 
 def _forward(settings: Settings) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]:
-    """One softmax over the local keys, the exact keys, and what stands for the others at the nearest past centroid."""
+    """One softmax over the local keys, the exact keys, and summaries of the others at the nearest centroid."""
     query, key, value, key_mask = settings[:4]
     finite, special = without_special(value, key_mask)
     output, kept = output_of_chunks(query, key, value, key_mask), Kept.empty(settings)
@@ -265,13 +269,13 @@ def _forward(settings: Settings) -> tuple[torch.Tensor, torch.Tensor, torch.Tens
         query_labels = chunk.query.new_zeros(*chunk.query.shape[:3], 1, dtype=torch.int64)
         key_labels = torch.zeros_like(chunk.key[..., :1], dtype=torch.int64)
         for segments in chunk.segments():
-            attended, span = segments.attend(), segments.span
+            attended, batch = segments.attend(), segments.batch
             if settings.keeps:
                 for target, rows in zip(kept[:2], attended, strict=True):
-                    part.store_queries(target, span.join(rows).flatten(1, 2), span.rows)
+                    part.store_queries(target, batch.join(rows).flatten(1, 2), batch.rows)
                 segments.store_labels(query_labels[..., 0], key_labels[..., 0])
-            part.store_queries(output, span.join(attended[0]).flatten(1, 2), span.rows)
-            del segments, attended  # before the next span asks for as much memory
+            part.store_queries(output, batch.join(attended[0]).flatten(1, 2), batch.rows)
+            del segments, attended  # before the next batch asks for as much memory
         if settings.keeps:
             part.store_queries(kept.query_labels, query_labels.flatten(1, 2))
             part.store_keys(kept.key_labels, key_labels)
@@ -290,7 +294,8 @@ def gradients(
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]:  # fmt: skip
     """Gradients of query, key, value and sinks, of what `Kept` holds and the arguments of `_forward`.
 
-    A call that seemed to have no way back kept nothing, and has one where its graph was exported without gradients.
+    A call without gradients keeps nothing. A graph that was exported so may still be asked for gradients: then the
+    forward pass runs again.
     """
     if len(output) and output.shape[2] < settings.query.shape[2]:
         _, output, log_sum, query_labels, key_labels = _forward(settings._replace(keeps=True))
@@ -304,11 +309,11 @@ def gradients(
         grad, *kept_rows = (chunk.by_head(part.queries(rows)) for rows in (grad_output, output, log_sum))
         grad = grad.to(of_query.dtype)
         for segments in chunk.segments():
-            span = segments.span
-            own_grad, *whole = (span.cut(rows, span.rows) for rows in (grad, *kept_rows))
+            batch = segments.batch
+            own_grad, *whole = (batch.cut(rows, batch.rows) for rows in (grad, *kept_rows))
             segments.backward(own_grad.contiguous(), (whole[0], whole[1]), of_query, of_key, of_value)
-            del segments, own_grad, whole  # before the next span asks for as much memory
-        chunk.finished.store_gradients(of_key, of_value)
+            del segments, own_grad, whole  # before the next batch asks for as much memory
+        chunk.completed.store_gradients(of_key, of_value)
         part.store_queries(grad_query, of_query.mul_(settings.scale).flatten(1, 2))
         part.store_keys(grad_key, of_key)
         part.store_keys(grad_value, of_value)

@@ -10,7 +10,7 @@ import torch
 from ..bi_clustered_attention.exact_heads import FLASH, FLASH_BACKWARD
 
 # Outputs `(P, g, n, Dv)` of a part, and the log-sum-exp of its scores, `(P, g, n, 1)`.
-Attended = tuple[torch.Tensor, torch.Tensor]
+PartialOutput = tuple[torch.Tensor, torch.Tensor]
 
 
 @dataclass
@@ -44,7 +44,7 @@ class LocalPart:
         later = torch.ones(scores.shape[2:], dtype=torch.bool, device=scores.device).triu(1)
         return scores.masked_fill_(later, -torch.inf)
 
-    def attend(self) -> Attended:
+    def attend(self) -> PartialOutput:
         """Outputs `(P, g, n, Dv)` and log-sum-exp `(P, g, n, 1)`, in memory of their own."""
         if self.fused:
             bias = {} if self.bias is None else {"attn_mask": self.bias}
@@ -52,7 +52,7 @@ class LocalPart:
             return output, log_sum[..., None]
         scores = self.scores()
         log_sum = scores.logsumexp(dim=3, keepdim=True)
-        weights = scores.softmax(dim=3)  # not by the log-sum-exp: its last bits weigh where scores are large
+        weights = scores.softmax(dim=3)  # not from the log-sum-exp, which is too coarse where scores are large
         if self.factor is not None:
             weights *= self.factor
         return weights @ self.value[:, None], log_sum
@@ -79,7 +79,7 @@ class LocalPart:
         return grad_scores @ self.key[:, None], grad_key, grad_value
 
 
-def merge_(whole: Attended, other: Attended) -> None:
+def merge_(whole: PartialOutput, other: PartialOutput) -> None:
     """Take another part into a softmax, in place."""
     (output, log_sum), (other_output, other_sum) = whole, other
     output.lerp_(other_output, torch.sigmoid(other_sum - log_sum))

@@ -6,14 +6,14 @@ from typing import Any, NamedTuple
 
 import torch
 
-from ..bi_clustered_attention.offsets import ERROR_PER_VARIANCE
 from ..bi_clustered_attention.reference import SMALLEST, means, squared_distances
+from ..bi_clustered_attention.residuals import ERROR_PER_VARIANCE
 from ..cluster_queries.reference import as_metric, keys_metric
 from ..kmeans.reference import cluster_points, nearest
 from ..shared.dropout import TOPK_AND_SUMMARY_WEIGHTS, dropout_factor, exact_dropout_rows
-from ..shared.masking import for_every_head
+from ..shared.masking import repeat_heads
 
-# Of Lloyd's algorithm, at most: a second round saves no error that its time would not save elsewhere.
+# Most rounds of Lloyd's algorithm: the time of a second one lowers the error more if it is spent elsewhere.
 MOST_ITERATIONS = 1
 
 
@@ -41,8 +41,8 @@ class Settings(NamedTuple):
     keeps: bool  # whether the forward pass leaves something to a backward one
 
     @property
-    def first_order(self) -> bool:
-        """Whether a summary follows the query, instead of staying what it is at the centroid."""
+    def linear_summaries(self) -> bool:
+        """Whether summaries are linear in the query, instead of constant at their centroid."""
         return self.method == "bi-clustered"
 
     @property
@@ -52,7 +52,7 @@ class Settings(NamedTuple):
 
     @property
     def rounds(self) -> int:
-        """Of Lloyd's algorithm, of queries and of keys."""
+        """Rounds of Lloyd's algorithm, of queries and of keys."""
         return min(self.iterations, MOST_ITERATIONS)
 
     def columns(self, length: int) -> int:
@@ -60,8 +60,8 @@ class Settings(NamedTuple):
         segments = -(-length // self.segment_length)
         return self.local_keys + self.topk + self.key_clusters * segments
 
-    def older(self, start: int) -> int:
-        """How many keys are older than the window of the segment that starts at `start`."""
+    def distant(self, start: int) -> int:
+        """How many keys stand before the window of the segment that starts at `start`."""
         return max(0, start - self.window)
 
     def fitted(self, start: int) -> slice:
@@ -72,10 +72,10 @@ class Settings(NamedTuple):
 def without_special(value: torch.Tensor, key_mask: torch.Tensor | None) -> tuple[torch.Tensor, torch.Tensor | None]:
     """Values `(B, heads, N, Dv)` with 0 for NaN and infinities, and what these add to every output of their head.
 
-    A product gives a later value the weight 0, and 0 times NaN would be NaN in outputs before it. None, and the values
-    themselves, where all are finite.
+    In a matrix product a later value has weight 0, and 0 times NaN would be NaN in earlier outputs. Where all values
+    are finite, returns them and None.
     """
-    # As usual: told in one pass and without memory. What overflows the sum is looked at one by one.
+    # The usual case is found in one pass without memory. Where the sum overflows, every value is looked at.
     if bool(value.detach().sum(dtype=torch.promote_types(value.dtype, torch.float32)).isfinite()):
         return value, None
     special = ~value.isfinite()
@@ -90,38 +90,38 @@ def add_special(output: torch.Tensor, special: torch.Tensor, key_mask: torch.Ten
     """Outputs `(B, H, N, Dv)` with what `without_special` took out; those of masked rows stay 0."""
     if key_mask is not None:
         special = special.masked_fill(~key_mask[:, None, :, None], 0.0)
-    return output + for_every_head(special, output)
+    return output + repeat_heads(special, output)
 
 
 @dataclass
 class QueryClusters:
-    """Clusters of the past queries `(n, D)` of a head."""
+    """Clusters of the previous queries `(n, D)` of a head."""
 
     centroids: torch.Tensor  # `(C, D)`, none of an empty cluster
     sizes: torch.Tensor  # `(C,)`
-    offsets: torch.Tensor  # of the past queries from their centroids, `(n, D)`
+    residuals: torch.Tensor  # of the previous queries from their centroids, `(n, D)`
     chosen: torch.Tensor  # the nearest centroid to every query of the segment
 
 
 def query_clusters(
-    past: torch.Tensor, readers: torch.Tensor, metric: torch.Tensor, settings: Settings
+    previous: torch.Tensor, readers: torch.Tensor, metric: torch.Tensor, settings: Settings
 ) -> QueryClusters:
-    """Of past queries `(n, D)`, in the metric of the older keys, for a segment's queries."""
+    """Clusters of previous queries `(n, D)` in the metric of the distant keys, and the nearest for each reader."""
     with torch.no_grad():
-        points, others = (rows.to(metric.dtype) for rows in (past, readers))
+        points, others = (rows.to(metric.dtype) for rows in (previous, readers))
         found, _ = cluster_points(
             points, settings.clusters, settings.rounds, settings.fit_queries, settings.seed, metric
         )
         labels, sizes = found.unique(return_inverse=True, return_counts=True)[1:]  # no empty cluster
-    centroids = means(past, labels, len(sizes))
+    centroids = means(previous, labels, len(sizes))
     with torch.no_grad():
         chosen = nearest(others, centroids.to(others.dtype), metric)
-    return QueryClusters(centroids, sizes, (past - centroids[labels]).detach(), chosen)
+    return QueryClusters(centroids, sizes, (previous - centroids[labels]).detach(), chosen)
 
 
 @dataclass
-class FinishedKeys:
-    """Keys of a head that a segment is the first to see over clusters. What is found then stays."""
+class CompletedKeys:
+    """Keys of a head that a segment is the first to see over clusters. Their clusters then stay."""
 
     labels: torch.Tensor  # `(m,)`, of the keys' clusters
     spread: torch.Tensor  # `K_t - K̄_g(t)` `(m, D)`, from the mean of the cluster
@@ -129,19 +129,19 @@ class FinishedKeys:
 
 
 @torch.no_grad()
-def finish_keys(key: torch.Tensor, offsets: torch.Tensor, settings: Settings) -> FinishedKeys:
-    """Clusters of the keys `(m, D)`: alike are those that no offset `(n, D)` of a past query tells apart."""
-    if not settings.first_order:
-        return FinishedKeys(torch.zeros_like(key[:, 0]).long(), key - key.mean(dim=0), torch.ones_like(key[:, 0]))
-    rows, points = (t.to(torch.promote_types(t.dtype, torch.float32)) for t in (key, offsets))
+def complete_keys(key: torch.Tensor, residuals: torch.Tensor, settings: Settings) -> CompletedKeys:
+    """Clusters of the keys `(m, D)`: alike are those that no residual `(n, D)` of a previous query tells apart."""
+    if not settings.linear_summaries:
+        return CompletedKeys(torch.zeros_like(key[:, 0]).long(), key - key.mean(dim=0), torch.ones_like(key[:, 0]))
+    rows, points = (t.to(torch.promote_types(t.dtype, torch.float32)) for t in (key, residuals))
     arguments = settings.key_clusters, settings.rounds, settings.fit_queries, settings.seed
     labels, _ = cluster_points(rows, *arguments, as_metric(points.T @ points / len(points)))
     mean_keys = means(key, labels, settings.key_clusters)[labels]
-    return FinishedKeys(labels, key - mean_keys, squared_distances(key, mean_keys, offsets))
+    return CompletedKeys(labels, key - mean_keys, squared_distances(key, mean_keys, residuals))
 
 
 def exact_keys(clusters: QueryClusters, key: torch.Tensor, distances: torch.Tensor, topk: int) -> torch.Tensor:
-    """`T`: of the keys `(M, D)` the `topk` that a past query weighs most, times their `d_t²`: largest first.
+    """`T`: of the keys `(M, D)` the `topk` that a previous query weighs most, times their `d_t²`: largest first.
 
     In logarithms, so that keys are told apart however little they weigh.
     """
@@ -151,7 +151,7 @@ def exact_keys(clusters: QueryClusters, key: torch.Tensor, distances: torch.Tens
         return (weight + distances.clamp(min=SMALLEST).log()).topk(min(topk, len(key))).indices
 
 
-def older_columns(
+def distant_columns(
     rows: torch.Tensor,
     centroid: torch.Tensor,
     key: torch.Tensor,
@@ -160,7 +160,7 @@ def older_columns(
     chosen: torch.Tensor,
     settings: Settings,
 ) -> tuple[torch.Tensor, torch.Tensor, list[int]]:
-    """What queries `(n, D)` see of the older keys at a centroid: scores, values, and their places in dropout."""
+    """What queries `(n, D)` see of the distant keys at a centroid: scores, values, and their places in dropout."""
     at_centroid = key @ centroid  # (M,)
     rest = torch.ones_like(key_labels, dtype=torch.bool).index_fill(0, chosen, False)
     scores, values, columns = [rows @ key[chosen].T], [value[chosen]], [*range(len(chosen))]
@@ -170,7 +170,7 @@ def older_columns(
             continue
         share = at_centroid[members].softmax(dim=0)
         score = at_centroid[members].logsumexp(dim=0).expand(len(rows))  # log S_jc
-        if settings.first_order:
+        if settings.linear_summaries:
             score = score + (rows - centroid) @ (share @ key[members])  # its tangent
         scores.append(score[:, None])
         values.append((share @ value[members])[None])
@@ -189,14 +189,14 @@ class Dropout:
     first_problem: int  # number of the first query head
 
     def __call__(self, head: int, own: slice, first: int) -> torch.Tensor:
-        """Of a segment's rows: of its local keys from `first` on, of its exact keys and its summaries."""
+        """Factors of a segment's rows: of its local keys from `first` on, of its exact keys and its summaries."""
         p, N, problem = self.settings.dropout_p, self.query.shape[2], self.first_problem + head
         shape = N, self.settings.columns(N)
         factor = dropout_factor(shape, self.query, p, int(self.seed), problem, TOPK_AND_SUMMARY_WEIGHTS)
         start = own.start - self.settings.window  # of the first column
-        near = self.settings.older(own.start)
+        near = self.settings.distant(own.start)
         columns = [factor[self.rows][own, near - start : own.stop - start]]
-        if first < near:  # exact: other numbers than those of the other columns
+        if first < near:  # exact weights, drawn apart from those of the other columns
             seed = self.seed + 1
             drawn = exact_dropout_rows(N, N, self.rows, self.rows, self.query, p, seed, problem)
             columns.insert(0, torch.cat([of_rows for _, of_rows in drawn if of_rows is not None])[own, first:near])
@@ -206,10 +206,10 @@ class Dropout:
 
 
 def predicted_error(spread: torch.Tensor, clusters: list[QueryClusters]) -> float:
-    """The error that keys with this spread `(M, D)` in their clusters will make: of the worst query head's offsets."""
+    """The error that keys with this spread `(M, D)` in their clusters will make, of the worst query head."""
     within = spread.T @ spread / len(spread)
-    offsets = [of_head.offsets for of_head in clusters]
-    return max(ERROR_PER_VARIANCE * float((eta @ within * eta).sum() / len(eta)) for eta in offsets)
+    residuals = [of_head.residuals for of_head in clusters]
+    return max(ERROR_PER_VARIANCE * float((eta @ within * eta).sum() / len(eta)) for eta in residuals)
 
 
 def attend_segment(
@@ -217,33 +217,33 @@ def attend_segment(
     key: torch.Tensor,
     value: torch.Tensor,
     start: int,
-    finished: list[FinishedKeys],
+    completed: list[CompletedKeys],
     settings: Settings,
     draw: Dropout | None,
     sinks: list[torch.Tensor | None],
 ) -> list[torch.Tensor]:
     """Outputs `(n, Dv)` of a segment, of every query head `(N, D)` in the group that shares a key/value head.
 
-    `finished` are the keys that the segments before have seen over clusters; this one adds its own. `sinks` are those
+    `completed` are the keys that the segments before have seen over clusters; this one adds its own. `sinks` are those
     of the query heads.
     """
-    end, older = min(start + settings.segment_length, len(key)), settings.older(start)
+    end, distant = min(start + settings.segment_length, len(key)), settings.distant(start)
     clustered: list[QueryClusters] = []
-    key_labels, distances = torch.zeros(older, dtype=torch.int64, device=key.device), key.new_ones(older)
-    if older:
+    key_labels, distances = torch.zeros(distant, dtype=torch.int64, device=key.device), key.new_ones(distant)
+    if distant:
         with torch.no_grad():
-            metric = keys_metric(key[:older].to(torch.promote_types(key.dtype, torch.float32)))
+            metric = keys_metric(key[:distant].to(torch.promote_types(key.dtype, torch.float32)))
         fitted = settings.fitted(start)
         clustered = [query_clusters(query[fitted], query[start:end], metric, settings) for query in group]
-        first = sum(len(block.labels) for block in finished)
-        offsets = torch.cat([of_head.offsets for of_head in clustered])
-        finished.append(finish_keys(key[first:older], offsets, settings))
-        key_labels = torch.cat([b * settings.key_clusters + block.labels for b, block in enumerate(finished)])
-        distances = torch.cat([block.distances for block in finished])
-        spread = torch.cat([block.spread for block in finished])
-        if settings.first_order and predicted_error(spread, clustered) > settings.max_predicted_error:
-            older, clustered = 0, []
-    first = settings.older(start) if clustered else 0  # of the local keys
+        first = sum(len(block.labels) for block in completed)
+        residuals = torch.cat([of_head.residuals for of_head in clustered])
+        completed.append(complete_keys(key[first:distant], residuals, settings))
+        key_labels = torch.cat([b * settings.key_clusters + block.labels for b, block in enumerate(completed)])
+        distances = torch.cat([block.distances for block in completed])
+        spread = torch.cat([block.spread for block in completed])
+        if settings.linear_summaries and predicted_error(spread, clustered) > settings.max_predicted_error:
+            distant, clustered = 0, []
+    first = settings.distant(start) if clustered else 0  # of the local keys
     position = torch.arange(len(key), device=key.device)
     visible = position[first:end] <= position[start:end, None]
     outputs = []
@@ -257,11 +257,11 @@ def attend_segment(
             own_clusters = clustered[head].chosen
             chosen = exact_keys(clustered[head], key[:first], distances, settings.topk)
         for j in own_clusters.unique():
-            # Of all rows: their number must tell no row how many later ones have its cluster, by a last bit.
+            # All rows, not those of the cluster: how many later ones share it must change no last bit of a product.
             scores, values, columns = [local], [value[first:end]], [*range(end - first)]
             if clustered:
                 centroid = clustered[head].centroids[j]
-                more = older_columns(rows, centroid, key[:first], value[:first], key_labels, chosen, settings)
+                more = distant_columns(rows, centroid, key[:first], value[:first], key_labels, chosen, settings)
                 scores.append(more[0])
                 values.append(more[1])
                 columns += [end - first + column for column in more[2]]
@@ -282,7 +282,7 @@ def softmax(scores: torch.Tensor, sink: torch.Tensor | None) -> torch.Tensor:
 
 
 def causal_clustered_attention(*arguments: Any) -> torch.Tensor:
-    """One softmax over the local keys, the exact keys, and what stands for the others at the nearest past centroid."""
+    """One softmax over the local keys, the exact keys, and summaries of the others at the nearest centroid."""
     settings = Settings(*arguments)
     query, key, value, key_mask, dropout_seed = settings[:5]
     B, H, N, _ = query.shape
@@ -298,10 +298,12 @@ def causal_clustered_attention(*arguments: Any) -> torch.Tensor:
         heads = range(p * group, (p + 1) * group)
         queries = [query[b, head, rows] for head in heads]
         sinks = [None if settings.sinks is None else settings.sinks[head] for head in heads]
-        finished: list[FinishedKeys] = []
+        completed: list[CompletedKeys] = []
         for start in range(0, len(rows), settings.segment_length):
             own = rows[start : start + settings.segment_length]
-            found = attend_segment(queries, key[b, p, rows], value[b, p, rows], start, finished, settings, draw, sinks)
+            found = attend_segment(
+                queries, key[b, p, rows], value[b, p, rows], start, completed, settings, draw, sinks
+            )
             for head, of_head in zip(heads, found, strict=True):
                 output[b, head, own] = of_head
     return output if special is None else add_special(output, special, key_mask)

@@ -23,24 +23,15 @@ def check_sinks(sinks: object, query: torch.Tensor) -> None:
 
 
 def add_sinks_(output: torch.Tensor, log_sum: torch.Tensor, sinks: torch.Tensor) -> None:
-    """Take sinks into a softmax, in place.
-
-    Args:
-        output (`torch.Tensor`): `(..., Dv)`.
-        log_sum (`torch.Tensor`): of the scores, `(..., 1)`.
-        sinks (`torch.Tensor`): of the same dimensions as `log_sum`.
-    """
+    """Take sinks into a softmax with outputs `(..., Dv)`, in place; its log-sum-exp and the sinks are `(..., 1)`."""
     output *= torch.sigmoid(log_sum - sinks)
     torch.logaddexp(log_sum, sinks, out=log_sum)
 
 
 def gradient_of_sinks(sinks: torch.Tensor, log_sum: torch.Tensor, delta: torch.Tensor) -> torch.Tensor:
-    """The softmax's gradient `(H,)` for a column whose value is 0.
+    """The gradient `(H,)` of sinks, for the log-sum-exp `(B, H, n)` of all scores, the sinks among them.
 
-    Args:
-        sinks (`torch.Tensor`): `(H,)`.
-        log_sum (`torch.Tensor`): of the scores, the sinks among them, `(B, H, n)`.
-        delta (`torch.Tensor`): of every row the product of its output and the gradient of it, `(B, H, n)`.
+    `delta` `(B, H, n)` holds the product of every row's output with the gradient of that output.
     """
     weights = (sinks.to(log_sum.dtype)[:, None] - log_sum).exp()
     return -(weights * delta).sum(dim=(0, 2)).to(sinks.dtype)

@@ -6,7 +6,7 @@ import torch
 
 from ..kmeans import LARGEST_SEED as LARGEST_SEED
 from ..kmeans import check_seed
-from ..shared.arguments import LARGEST_KERNEL_DIM, check_counts, check_heads, check_mask, choose_backend
+from ..shared.arguments import LARGEST_KERNEL_DIM, check_counts, check_floats, check_heads, check_mask, choose_backend
 from . import batched, reference
 
 
@@ -46,13 +46,11 @@ def cluster_queries(
 ) -> torch.Tensor:
     """Put every query of every head into one of `clusters` clusters, so that alike queries share one.
 
-    `"kmeans"` is `ops.kmeans` on the queries: Lloyd's algorithm, seeded farthest-first. With `key` it runs in the
-    keys' metric: the distance of two queries is the variance over the keys of the difference of their scores, so
-    queries are alike when their softmaxes are (ours; the paper bounds the error by the queries' Euclidean distance).
-    `"lsh"` is the paper's: sign bits of random projections, then Lloyd under Hamming distance (Source: Vyas 2020,
-    clustered attention; its setting is `bits=32, iterations=10` on all queries). Centroids and metric are fitted on
-    `fit_queries` evenly spread queries and keys, then every query goes to the nearest centroid. The result depends on
-    nothing but the arguments, and on no padded row; no gradient flows through it.
+    `"kmeans"` is `ops.kmeans` on the queries; with `key` it runs in the keys' metric: the distance of two queries is
+    the variance over the keys of the difference of their scores (ours; the paper bounds the error by the Euclidean
+    distance). `"lsh"` is the paper's: sign bits of random projections, then Lloyd's algorithm under Hamming distance
+    (Source: Vyas 2020, clustered attention; its setting is `bits=32, iterations=10` on all queries). The result
+    depends on nothing but the arguments, and on no padded row; no gradient flows through it.
 
     Sizes: `B` batch, `H` heads, `N` query length, `M` key length, `D` head_dim.
 
@@ -64,11 +62,12 @@ def cluster_queries(
         key_mask (`torch.BoolTensor`, *optional*): `(B, M)`, True = the key counts in the metric.
         iterations (`int`): rounds of Lloyd's algorithm; 0 takes the seeds as they are.
         bits (`int`): bits of the LSH code.
-        fit_queries (`int`): queries per head that the centroids are fitted on; at least 4 per cluster are taken.
+        fit_queries (`int`): evenly spread queries, and keys, that centroids and metric are fitted on; at least 4 per
+            cluster are taken.
         query_mask (`torch.BoolTensor`, *optional*): `(B, N)`, True = counts; other queries get label 0.
         seed (`int`): seed of the first K-means seed or of the LSH planes, which are other ones on a GPU.
         check_finite (`bool`): raise if a query is not finite (costs a pass over them).
-        backend (`str`, *optional*): `"reference"`, `"batched"` or `"triton"`; default: Triton on a GPU, else batched.
+        backend (`str`, *optional*): `"reference"`, `"batched"` or `"triton"`. Default: Triton on a GPU, else batched.
 
     Returns:
         Integer labels `(B, H, N)` in `0 .. clusters - 1`; clusters may be empty.
@@ -77,19 +76,23 @@ def cluster_queries(
         ValueError: an unknown method or backend, counts that are too small, sizes that do not fit together, queries
             that are not finite where `check_finite` asks for the check.
         TypeError: a mask that is not boolean, a count that is not an int, queries that are not floating-point.
+
+    Example:
+        >>> import torch
+        >>> from hf_effattn.ops import cluster_queries
+        >>> query, key, _ = torch.randn(3, 1, 12, 4096, 64)
+        >>> cluster_queries(query, 100, key=key).shape
+        torch.Size([1, 12, 4096])
     """
     if method not in METHODS:
         raise ValueError(f"method must be one of {', '.join(map(repr, METHODS))}, got {method!r}")
     check_counts(clusters=clusters, bits=bits, fit_queries=fit_queries)
     check_counts(minimum=0, iterations=iterations)
     check_seed(seed)
-    for name, tensor in (("query", query), ("key", key)):
-        if tensor is not None and not tensor.is_floating_point():
-            raise TypeError(f"{name} must be a floating-point tensor, got {tensor.dtype}")
-    if query.ndim != 4:
-        raise ValueError(f"query must have 4 dimensions (B, H, N, head_dim), got {tuple(query.shape)}")
+    check_floats("query", query, "(B, H, N, head_dim)")
     if key is not None:
-        if key.ndim != 4 or key.shape[0] != query.shape[0] or key.shape[3] != query.shape[3]:
+        check_floats("key", key, "(B, heads, M, head_dim)")
+        if key.shape[0] != query.shape[0] or key.shape[3] != query.shape[3]:
             raise ValueError(f"key {tuple(key.shape)} must agree with query {tuple(query.shape)} in B and head_dim")
         if key.device != query.device:
             raise ValueError(f"key must be on {query.device} like query, got {key.device}")

@@ -35,14 +35,13 @@ def improved_clustered_attention(
     mass of `A^c_j` on them: `V_i = m_j softmax(scale · Q_i K_T^T) V_T + Σ_{t∉T_j} A^c_jt V_t`.
 
     Sizes: `B` batch, `H` heads, `N` query length, `M` key length, `D` head_dim of query and key, `Dv` of value.
-    Memory is O(N·(D + topk) + C·M) per head; nothing of size N×M exists in either pass. Gradients are exact for
-    fixed labels and fixed sets `T_j`. With `topk >= M` the result is exact attention.
+    Memory is O(N·(D + topk) + C·M) per head. Gradients are exact for fixed labels and sets `T_j`. With `topk >= M` the
+    result is exact attention.
 
     Args:
         query (`torch.Tensor`): `(B, H, N, D)`, any strides.
-        key (`torch.Tensor`): `(B, H, M, D)`, any strides; or with fewer heads that divide `H` (grouped-query layout:
-            query head `h` reads key/value head `h // (H / heads)`), which are not expanded.
-        value (`torch.Tensor`): `(B, H, M, Dv)`, with the heads of `key`, any strides.
+        key (`torch.Tensor`): `(B, heads, M, D)`, any strides; `heads` is `H` or divides it (grouped-query layout).
+        value (`torch.Tensor`): `(B, heads, M, Dv)`, any strides.
         labels (`torch.Tensor`): integers `(B, H, N)` in `0 .. clusters - 1`, from `cluster_queries`.
         clusters (`int`): number of clusters `C`; empty ones are legal.
         topk (`int`): keys recomputed exactly per cluster; more than `M` means all.
@@ -51,15 +50,13 @@ def improved_clustered_attention(
         scale (`float`, *optional*): factor on the scores. Default `D ** -0.5`.
         dropout_p (`float`): dropout on the attention weights (the recomputed ones per query, the rest per cluster).
         backend (`str`, *optional*): `"reference"`, `"batched"` or `"triton"`. Default: Triton on a GPU, else batched.
-            Only the reference has second and forward-mode derivatives.
 
     Returns:
         `(B, H, N, Dv)` in the dtype of `query`; 0 in rows that are masked or see no key.
 
     Raises:
-        ValueError: sizes, devices or dtypes that do not fit together, labels outside `0 .. clusters - 1` (the kernels,
-            which would have to wait for the GPU to know, give such queries 0 instead), `clusters`
-            or `topk` below 1, a `dropout_p` outside [0, 1), an unknown backend.
+        ValueError: sizes, devices or dtypes that do not fit together, labels out of range (the kernels give such
+            queries 0 instead), `clusters` or `topk` below 1, a `dropout_p` outside [0, 1), an unknown backend.
         TypeError: a mask that is not boolean, labels that are not integers.
 
     Example:

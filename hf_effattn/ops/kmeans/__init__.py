@@ -4,7 +4,7 @@ from typing import Any
 
 import torch
 
-from ..shared.arguments import check_count, check_mask, choose_backend
+from ..shared.arguments import check_count, check_floats, check_mask, choose_backend
 from . import batched, reference
 
 
@@ -42,17 +42,15 @@ def kmeans(
     gradient flows through it. Distances and means are computed in float32, or float64 for float64 points; the
     kernels multiply 16-bit points with centroids in the points' dtype.
 
-    Sizes: `P` problems, `N` points, `D` dimensions, `C` clusters.
-
     Args:
         points (`torch.Tensor`): `(P, N, D)`, any strides.
-        clusters (`int`): number of clusters; with `clusters` or fewer points that count, each gets its own.
+        clusters (`int`): number of clusters `C`; with `C` or fewer points that count, each gets its own.
         iterations (`int`): rounds of Lloyd's algorithm; 0 takes the seeds as they are.
         mask (`torch.BoolTensor`, *optional*): `(P, N)`, True = counts; other points get label 0.
         fit_points (`int`, *optional*): how many evenly spread points the centroids are fitted on, at least 4 per
             cluster, before every point goes to the nearest centroid; default: all.
         seed (`int`): decides the first seed.
-        backend (`str`, *optional*): `"reference"`, `"batched"` or `"triton"`; default: Triton on a GPU, else batched.
+        backend (`str`, *optional*): `"reference"`, `"batched"` or `"triton"`. Default: Triton on a GPU, else batched.
 
     Returns:
         Integer labels `(P, N)` in `0 .. clusters - 1`, and the centroids `(P, C, D)` that the points are nearest to,
@@ -67,13 +65,10 @@ def kmeans(
     if fit_points is not None:
         check_count("fit_points", fit_points)
     check_seed(seed)
-    if points.ndim != 3:
-        raise ValueError(f"points must have 3 dimensions (P, N, D), got {tuple(points.shape)}")
-    if not points.is_floating_point():
-        raise TypeError(f"points must be a floating-point tensor, got {points.dtype}")
+    check_floats("points", points, "(P, N, D)")
     check_mask("mask", mask, points[:, None])
     run = choose_backend(backend, (reference.kmeans, batched.kmeans, _triton), points.detach())
-    # The forms take (B, H, N, D) and a mask (B, N): problems without a mask of their own are heads of one item.
+    # The forms take (B, H, N, D) and a mask (B, N). Without a mask, all problems are heads of one item.
     batch_dim = 0 if mask is None else 1
     fit_points = points.shape[1] if fit_points is None else fit_points
     labels, centroids = run(points.detach().unsqueeze(batch_dim), mask, clusters, iterations, fit_points, seed)

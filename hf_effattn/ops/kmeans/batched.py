@@ -12,10 +12,10 @@ from ..shared.row_chunks import CHUNK_BYTES, EVERY_ROW, RowChunk, row_chunks
 from .reference import Inputs, as_sign, empty_clusters
 from .sampling import SEEDING, most_fit_rows, seed_rows, strided_rows
 
-FEW = 1 / 4  # of the candidates, as many seeds need less than all products of them
-# Of the scores of points and centroids, which several operators read: a half of a core's cache.
+FEW = 1 / 4  # with more seeds than this share of the candidates, all products at once are cheaper
+# Bytes of scores at once, which several operators read: half of a core's cache.
 BLOCK_BYTES = 2**20
-WHOLE_ROWS = 256  # a block's rows are a multiple of: products of others are slower
+WHOLE_ROWS = 256  # a block has a multiple of so many rows, as products of others are slower
 
 
 def take_rows(points: torch.Tensor, rows: torch.Tensor) -> torch.Tensor:
@@ -32,7 +32,7 @@ class Points:
     own: torch.Tensor  # (P, N, D), a view
     counted: torch.Tensor | None  # the places of those rows, None = all
     planes: torch.Tensor | None = None  # (D, bits): the signs of the rows' projections stand for them
-    # What was asked for, by number.
+    # What was asked for, by how many rows.
     _places: dict[int, slice | torch.Tensor] = field(default_factory=dict)
     _spread: dict[int, torch.Tensor] = field(default_factory=dict)
 
@@ -91,13 +91,13 @@ class Members:
         return (turned.to(torch.int64, memory_format=torch.contiguous_format) + self.first_row).flatten()
 
     def means(self, index: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-        """The means `(P · C, D)` of the rows of each cluster and their numbers `(P · C, 1)`; no number where none."""
+        """The means `(P · C, D)` of each cluster, NaN if it is empty, and its number of rows `(P · C, 1)`."""
         sizes = torch.bincount(index, minlength=self.shape[0] * self.clusters)[:, None]
         means = self.rows.new_zeros(len(sizes), self.shape[2]).index_add_(0, index, self.rows).div_(sizes)
         return means, sizes
 
-    def offsets(self, labels: torch.Tensor) -> torch.Tensor:
-        """What points `(P, N, D)` differ by from the means of their clusters."""
+    def residuals(self, labels: torch.Tensor) -> torch.Tensor:
+        """Residuals of points `(P, N, D)` from the means of their clusters."""
         index = self.index(labels)
         of_rows = self.means(index)[0].index_select(0, index)
         torch.sub(self.rows, of_rows, out=of_rows)
@@ -154,14 +154,14 @@ def nearest_marks(
 ) -> torch.Tensor:
     """The mark of the nearest centroid to every point `(P, D, N)`: `(P, N)`.
 
-    Marks `(C, 1)` number the centroids from the last, so that the first of equals has the largest. Where no score is a
-    number nothing is marked: 0, the last one's mark.
+    Marks `(C, 1)` number the centroids from the last, so that the first of equals has the largest. A point whose
+    scores are all NaN gets 0, the last centroid's mark.
     """
     (P, clusters, _), N, half_norms = directions.shape, columns.shape[2], half_norms[..., None]
 
     def of_block(block: torch.Tensor) -> torch.Tensor:
-        # On a CPU argmax would be the dearest step of all, as it takes one number at a time; these take vectors of
-        # them, and a comparison does so in place only.
+        # On a CPU argmax would be the slowest step of all, as it takes one number at a time. These operators take
+        # vectors of them; a comparison does so in place only.
         scores = torch.bmm(directions, block).sub_(half_norms)  # (P, C, n)
         return scores.ge_(scores.amax(dim=1, keepdim=True)).mul_(marks).amax(dim=1)
 
@@ -229,8 +229,8 @@ def cluster(
 
 
 def fitting_bytes_per_head(points: torch.Tensor, clusters: int, fit_points: int, width: int) -> int:
-    """What decides how many heads go into a chunk: the seeding is a long chain of small steps, better walked once
-    for many heads, so this is a quarter of what one head's fitted points and their distances need.
+    """What decides how many heads go into a chunk. Seeding is a long chain of small steps, better taken once for many
+    heads, so this is a quarter of what one head's fitted points and their distances need.
     """
     rows = min(points.shape[2], most_fit_rows(clusters, fit_points))
     return rows * max(clusters, width) * accumulation_dtype(points.dtype).itemsize // 4

@@ -20,7 +20,7 @@ def strided_rows(length: int, count: int) -> torch.Tensor:
     return torch.from_numpy(_spread(length, min(length, count)))
 
 
-@lru_cache  # arrays: a tensor would be of the mode that was on when it was made
+@lru_cache  # arrays: a cached tensor would keep the mode (inference, grad) in which it was made
 def _spread(length: int, count: int) -> np.ndarray:
     return np.arange(count) * length // max(1, count)
 
@@ -37,7 +37,7 @@ def fit_rows(length: int, clusters: int, fit_points: int) -> torch.Tensor:
 
 @dataclass(frozen=True)
 class Seeding:
-    """How seeds are found: farthest-first is a chain of steps, so in groups, each among rows of its own."""
+    """How seeds are found: in groups, each among rows of its own, as farthest-first is a chain of steps."""
 
     seeds: int  # of a group, at most. Group `i` of `g` finds seeds `i, i + g, i + 2g, ...`.
     rows: int  # that `seeds` seeds are looked for among, and the fewest in all
@@ -55,8 +55,8 @@ class Seeding:
         return strided_rows(length, self.most_rows(clusters))
 
 
-# Of the forms in PyTorch, and of the kernels, where a step waits for the one before while most of the chip is idle.
-# Shorter chains find seeds as good for most heads; those of a BERT's first two layers lose by them.
+# The PyTorch forms, then the kernels, in which each step waits for the one before while most of the chip is idle.
+# Shorter chains find seeds that are as good for most heads, but worse for those of a BERT's first two layers.
 SEEDING = Seeding(seeds=64, rows=512)
 KERNEL_SEEDING = Seeding(seeds=8, rows=64)
 
@@ -74,7 +74,7 @@ def first_seed(length: int, seed: int) -> int:
 def seed_rows(seeding: Seeding, length: int, clusters: int, seed: int) -> tuple[torch.Tensor, torch.Tensor]:
     """Candidates for seeds, group by group, as many of each `(g · n,)`, and where each group starts `(g,)`; read only.
 
-    A group with a row less has its last twice, which as the later of equals is never chosen.
+    A group with one row less has its last row twice. The second is never chosen, as the first of equals is.
     """
     rows, first = _grouped(seeding, length, clusters, seed)
     return torch.from_numpy(rows), torch.from_numpy(first)

@@ -5,7 +5,7 @@ from typing import Any
 
 import torch
 
-from ..shared.arguments import check_mask, choose_backend
+from ..shared.arguments import check_alike, check_floats, check_mask, choose_backend
 from ..shared.precision import accumulation_dtype
 from . import batched, reference
 
@@ -32,8 +32,7 @@ def neural_clustering(
     With `φ` the similarity times the sharpness: `U_ij = softmax_j φ(C_i, Z_j)` over the words of a row that count,
     `Ĉ = U Z` and `I_j = argmax_i U_ij`, the first of equals. The gradient of `Ĉ` is exact; labels have none.
 
-    Sizes: `B` batch, `N` words, `d` their width, `k` centroids. The fast forms keep nothing of size `k×N`
-    for the backward pass, and the kernels have at most 32 MiB of it in memory at a time, or that of 64 words of a row.
+    Sizes: `B` batch, `N` words, `d` their width, `k` centroids. The fast forms keep nothing of size `k×N`.
 
     Args:
         words (`torch.Tensor`): `(B, N, d)`, the paper's `Z = X W^C`, any strides.
@@ -42,7 +41,6 @@ def neural_clustering(
         similarity (`str`): `"dot"`, the paper's inner product, or `"cosine"`; a word of length 0 is similar to none.
         sharpness (`float`): factor on the similarity inside the softmax; the paper's is 1.
         backend (`str`, *optional*): `"reference"`, `"batched"` or `"triton"`. Default: Triton on a GPU, else batched.
-            Only the reference has second and forward-mode derivatives.
 
     Returns:
         `Ĉ` `(B, k, d)` in the dtype of `words`, 0 in a row without words; labels `(B, N)`, int64 in `0 .. k - 1`.
@@ -53,15 +51,8 @@ def neural_clustering(
         TypeError: words that are not floating-point, a mask that is not boolean.
     """
     for name, tensor in (("words", words), ("centroids", centroids)):
-        if tensor.ndim != 3:
-            raise ValueError(f"{name} must have 3 dimensions (B, rows, width), got {tuple(tensor.shape)}")
-        if not tensor.is_floating_point():
-            raise TypeError(f"{name} must be a floating-point tensor, got {tensor.dtype}")
-    if centroids.dtype != words.dtype or centroids.device != words.device:
-        raise ValueError(
-            f"words and centroids must share dtype and device, got {words.dtype} on {words.device}"
-            f" and {centroids.dtype} on {centroids.device}"
-        )
+        check_floats(name, tensor, "(B, rows, width)")
+    check_alike("centroids", centroids, "words", words)
     if centroids.shape[0] != words.shape[0] or centroids.shape[2] != words.shape[2]:
         raise ValueError(
             f"centroids {tuple(centroids.shape)} must agree with words {tuple(words.shape)} in B and width"
@@ -76,7 +67,7 @@ def neural_clustering(
     forms = reference.neural_clustering, batched.neural_clustering, _triton
     run = choose_backend(backend, forms, words, centroids, any_width=True)
     cosine = similarity == "cosine"
-    # In float32 and rounded once: the same under autocast, which leaves norms in 16 bits on a CPU, not on a GPU.
+    # In float32 and rounded once, so that autocast changes nothing: it takes norms in 16 bits on a CPU, not on a GPU.
     centroids = centroids.to(accumulation_dtype(words.dtype))
     directions = float(sharpness) * (reference.unit(centroids) if cosine else centroids)
     return run(words, directions.to(words.dtype), cosine, mask)

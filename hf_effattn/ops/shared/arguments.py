@@ -19,7 +19,7 @@ from .torch_internals import is_followed_by_func
 
 BACKENDS = ("reference", "batched", "triton")
 HAS_TRITON = find_spec("triton") is not None
-OLDEST_TRITON = 3, 4  # that has what the kernels are made of
+OLDEST_TRITON = 3, 4  # has all that the kernels use
 LARGEST_KERNEL_DIM = 256  # a row of a tile must fit into a chip's registers and shared memory
 KERNEL_DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 LABELS = {"query": ("labels", "clusters"), "key": ("key_labels", "key_clusters")}  # names of the arguments
@@ -33,7 +33,7 @@ def choose_backend(
 
     `differentiable` are the tensors that a derivative may flow to, the query first. The fast forms have a backward
     pass and no forward-mode derivative, which torch would silently take for 0: where a tangent is carried they raise.
-    `any_width`: the kernels walk over the last dimension in parts, so that it has no limit.
+    `any_width`: the kernels read the last dimension in parts, so that it has no limit.
     """
     if backend is not None and backend not in BACKENDS:
         raise ValueError(f"backend must be one of {', '.join(map(repr, BACKENDS))} or None, got {backend!r}")
@@ -118,22 +118,31 @@ def check_number(name: str, value: float, *, minimum: float | None = None) -> No
         raise ValueError(f"{name} must be at least {minimum:g}, got {value}")
 
 
+def check_floats(name: str, tensor: torch.Tensor, sizes: str) -> None:
+    """Raise unless `tensor` is of floating-point numbers and has the dimensions of `sizes`, such as `"(B, N, D)"`."""
+    dimensions = sizes.count(",") + 1
+    if tensor.ndim != dimensions:
+        raise ValueError(f"{name} must have {dimensions} dimensions {sizes}, got {tuple(tensor.shape)}")
+    if not tensor.is_floating_point():
+        raise TypeError(f"{name} must be a floating-point tensor, got {tensor.dtype}")
+
+
+def check_alike(name: str, tensor: torch.Tensor, of: str, like: torch.Tensor) -> None:
+    """Raise unless `tensor` shares dtype and device with `like`, which is called `of`."""
+    if tensor.dtype != like.dtype or tensor.device != like.device:
+        kinds = f"{tensor.dtype} on {tensor.device} beside {like.dtype} on {like.device}"
+        raise ValueError(f"{name} must share dtype and device with {of}, got {kinds}")
+
+
 def check_query_key_value(query: torch.Tensor, key: torch.Tensor, value: torch.Tensor) -> None:
     """Raise unless query `(B, H, N, D)`, key `(B, H or a divisor, M, D)` and value `(..., M, Dv)` fit together."""
     for name, tensor in (("query", query), ("key", key), ("value", value)):
         if not isinstance(tensor, torch.Tensor):
             raise TypeError(f"{name} must be a tensor, got {type(tensor).__name__}")
-        if tensor.ndim != 4:
-            raise ValueError(f"{name} must have 4 dimensions (B, H, length, head_dim), got {tuple(tensor.shape)}")
-        if not tensor.is_floating_point():
-            raise TypeError(f"{name} must be a floating-point tensor, got {tensor.dtype}")
+        check_floats(name, tensor, "(B, H, length, head_dim)")
         if tensor.dtype.itemsize < 2 or tensor.layout != torch.strided:
             raise TypeError(f"{name} must be dense and of 16 bits or more, got {tensor.layout} of {tensor.dtype}")
-        if tensor.dtype != query.dtype or tensor.device != query.device:
-            raise ValueError(
-                f"query, key and value must share dtype and device, got {query.dtype} on {query.device} for query"
-                f" and {tensor.dtype} on {tensor.device} for {name}"
-            )
+        check_alike(name, tensor, "query", query)
     if key.shape[0] != query.shape[0] or key.shape[3] != query.shape[3]:
         raise ValueError(f"key {tuple(key.shape)} must agree with query {tuple(query.shape)} in B and head_dim")
     if min(query.shape[1], key.shape[1], query.shape[3], value.shape[3]) == 0:

@@ -2,7 +2,7 @@
 
 import sys
 
-# Between a user's call of a model and an attention op.
+# Packages between a user's call of a model and an attention op.
 PASSED_THROUGH = frozenset({"accelerate", "hf_effattn", "peft", "sentence_transformers", "torch", "transformers"})
 
 

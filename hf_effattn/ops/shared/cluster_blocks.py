@@ -7,7 +7,7 @@ from dataclasses import dataclass, replace
 
 import torch
 
-LARGEST_SHORT = 2**15 - 1  # of the integers that numpy sorts by their digits
+LARGEST_SHORT = 2**15 - 1  # largest 16-bit integer: numpy sorts those by their digits
 
 
 @dataclass(frozen=True)

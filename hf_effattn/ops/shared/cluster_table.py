@@ -14,7 +14,7 @@ from .precision import LEAST_LOG_WEIGHT
 from .tables import softmax_
 from .torch_internals import softmax_backward
 
-# Of the scores of some blocks at once: more would be mapped and faulted in anew each time, and leave the cache.
+# Bytes of the scores at once. More would leave the cache, and the allocator would fault them in each time.
 SCORES_BYTES = 4 * 2**20
 
 
@@ -69,7 +69,7 @@ def _attend(
         weights *= factor
     values = blocks.of_cluster(table.values)
     if table.dipole is not None:
-        eta = _offsets(table.dipole, blocks, query).mul_(_share(table.dipole, weights))
+        eta = _residuals(table.dipole, blocks, query).mul_(_share(table.dipole, weights))
         matrices = blocks.of_cluster(table.dipole.matrices)
         return torch.bmm(eta.to(values.dtype), matrices).baddbmm_(weights.to(values.dtype), values)
     if table.offset is not None:
@@ -101,7 +101,7 @@ def attend_backward(
 
     dipole, grad_dipole, grad_eta = table.dipole, None, None
     if dipole is not None:
-        eta, share = _offsets(dipole, blocks, query), _share(dipole, weights)
+        eta, share = _residuals(dipole, blocks, query), _share(dipole, weights)
         turned = torch.bmm(grad_output, blocks.of_cluster(dipole.matrices).transpose(1, 2)).to(eta.dtype)
         grad_weights[..., dipole.first :] += torch.linalg.vecdot(eta, turned)[..., None]
         grad_eta = turned.mul_(share)
@@ -136,7 +136,7 @@ def attend_backward(
     )
 
 
-def _offsets(dipole: Dipole, blocks: ClusterBlocks, query: torch.Tensor) -> torch.Tensor:
+def _residuals(dipole: Dipole, blocks: ClusterBlocks, query: torch.Tensor) -> torch.Tensor:
     """`Q_i - centroid` `(blocks, length, D)`."""
     return query[..., : dipole.centroids.shape[1]] - blocks.of_cluster(dipole.centroids)[:, None]
 

@@ -14,7 +14,7 @@ CENTROID_WEIGHTS = 0
 TOPK_WEIGHTS = 1
 TOPK_AND_SUMMARY_WEIGHTS = 2
 KINDS_OF_WEIGHTS = 3
-# Queries whose exact weights are drawn, and held, at once.
+# Queries whose dropout factors of exact weights are drawn at once.
 EXACT_ROWS = 512
 
 
@@ -58,7 +58,7 @@ def exact_dropout_rows(
         count = query_length if query_rows is None else len(query_rows)
         yield from ((slice(start, min(start + step, count)), None) for start in range(0, count, step))
         return
-    # A head that attends exactly has no summaries, whose number it takes.
+    # Exact heads have no summaries, so they take the number of those.
     number = int(seed) * 1_000_003 + KINDS_OF_WEIGHTS * problem + TOPK_AND_SUMMARY_WEIGHTS
     generator = torch.Generator(like.device).manual_seed(number % 2**63)
     done = 0

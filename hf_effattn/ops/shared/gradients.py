@@ -84,7 +84,7 @@ def register_op(
     def setup_context(ctx: Any, inputs: tuple[Any, ...], output: Any) -> None:
         found = output if isinstance(output, tuple | list) else (output,)
         ctx.mark_non_differentiable(*found[outputs:])
-        # Without a second, no zeros need be made; those for what is kept would be as large as it is.
+        # With one output autograd need not make zeros, which would be as large as all that is kept.
         ctx.set_materialize_grads(outputs > 1)
         ctx.save_for_backward(*(x if isinstance(x, torch.Tensor) else None for x in inputs), *found[keeps])
         ctx.settings = [None if isinstance(x, torch.Tensor) else x for x in inputs]
@@ -93,7 +93,7 @@ def register_op(
         grads = grads[0] if listed else grads
         if all(grad is None for grad in grads[:outputs]):
             return (None,) * len(fields)
-        saved = ctx.saved_tensors  # once: a checkpoint gives them once
+        saved = ctx.saved_tensors  # read once: a checkpoint gives them only once
         pairs = zip(saved, ctx.settings, strict=False)
         given = [setting if tensor is None else tensor for tensor, setting in pairs]
         own = saved[len(given) :]

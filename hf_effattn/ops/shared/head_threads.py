@@ -1,4 +1,4 @@
-"""Chunks of heads on a CPU's threads: each thread walks through all the small steps of its own chunks alone.
+"""Chunks of heads on a CPU's threads: each thread takes all the small steps of its own chunks alone.
 
 Threads that split every small step wait for each other at its end; beside another busy process one of them is always
 late, and the steps take ten times as long. Threads that share no step meet once.
@@ -25,10 +25,10 @@ _inside = local()  # `chunk`: whether this thread runs one that no other threads
 @lru_cache
 def _workers(count: int, each: int) -> ThreadPoolExecutor:
     """`count` threads whose own operators run on `each` threads."""
-    # The number is a thread's own, but torch also keeps the last one set for threads to come.
+    # Every thread has its own number, but torch also keeps the last one set, for new threads.
     here = torch.get_num_threads()
     pool = ThreadPoolExecutor(count, "hf_effattn", initializer=_use_threads, initargs=(each,))
-    everyone = Barrier(count)  # an idle thread would take the next one's task, and that one start later
+    everyone = Barrier(count)  # without it an idle thread would take two tasks, and another would start later
     for _ in pool.map(lambda _: everyone.wait(), range(count)):
         pass
     torch.set_num_threads(here)
@@ -36,7 +36,7 @@ def _workers(count: int, each: int) -> ThreadPoolExecutor:
 
 
 def _use_threads(each: int) -> None:
-    torch.get_num_threads()  # a thread takes the number kept for threads to come when it first needs one
+    torch.get_num_threads()  # a new thread takes the kept number when it first needs one
     torch.set_num_threads(each)
 
 
@@ -50,7 +50,7 @@ def _denormals_as_zero() -> Iterator[None]:
     if torch.get_num_threads() > 1:
         yield
         return
-    # Defaults of the caller's would make it another number, or of another device.
+    # dtype and device are given, as the caller may have set other defaults.
     before = not torch.tensor(DENORMAL, dtype=torch.float32, device="cpu").mul_(1).item()
     torch.set_flush_denormal(True)
     try:
@@ -88,14 +88,14 @@ def for_every_chunk(run: Callable[[Chunk], None], chunks: Iterable[Chunk], devic
     chunks = list(chunks)
     threads = torch.get_num_threads() if device.type == "cpu" else 1
     if getattr(_inside, "chunk", False):
-        # The contexts below are there; entering them is a dozen calls, at each of which threads wait for each other.
+        # The contexts below are on already. Entering them takes a dozen calls, each of which makes threads wait.
         for chunk in chunks:
             run(chunk)
         return
     _keep_freed_memory()
     inference = torch.is_inference_mode_enabled()
-    # Fewer chunks than threads get several each: one after the other on all of them they would take longer, as two
-    # threads save a head's small steps no more than a third of their time.
+    # Fewer chunks than threads get several threads each. One after the other on all threads would take longer, as a
+    # second thread saves no more than a third of the time of a head's small steps.
     workers = min(threads, len(chunks))
     shared = threads > 1 and workers < 2  # by those inside of it
 

@@ -38,12 +38,7 @@ def as_tensors(kept: list[Any]) -> list[torch.Tensor]:
 
 
 def from_tensors(tensors: list[torch.Tensor], classes: Iterable[type[Any]]) -> list[Any]:
-    """What `as_tensors` was given, tuples as lists; its tensors must not be written to.
-
-    Args:
-        tensors (`list[torch.Tensor]`): what `as_tensors` returned.
-        classes (`Iterable[type]`): of the objects.
-    """
+    """The objects of these classes that `as_tensors` was given, tuples as lists; do not write to their tensors."""
     structure, *memories = tensors
     by_name = {one.__name__: one for one in classes}
 

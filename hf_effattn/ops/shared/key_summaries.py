@@ -16,9 +16,9 @@ from .precision import LEAST_LOG_WEIGHT, SMALLEST, accumulation_dtype
 from .tables import cluster_rows, cluster_sizes
 from .topk import largest
 
-# Logarithm of the mass of a cluster without a key: no weight, and finite, as empty places of a block multiply it by 0.
+# Log-mass of a cluster without keys: no weight, but finite, as empty places of a block multiply it by 0.
 NO_MASS = -1e30
-# The largest weight of a cluster is 1; what all its keys together stay below, all of them exact, is the least.
+# The largest weight of a cluster is 1. Less mass than this remains only where all of its keys are exact.
 LEAST_MASS = 1e-20
 
 
@@ -88,31 +88,31 @@ class Summaries:
         topk: int,
         covariance: torch.Tensor,
         *,
-        largest_lift: float,
+        largest_correction: float,
         in_order: bool,
         top: torch.Tensor | None,
     ) -> None:
         """`covariance` `Σ_η` `(P, D, D)`: exact keys by weight times squared distance.
 
-        `largest_lift`: what half a squared distance adds at most to the logarithm of a key's tilted weight; `top`:
-        places of the exact keys `(P, C, T)`, where they have been found before.
+        `largest_correction`: of the variance corrections, half a squared distance each, of the logarithms of tilted
+        weights; `top`: places of the exact keys `(P, C, T)`, where they have been found before.
         """
         self.keys, self.centroids, self.T = keys, centroids, min(topk, keys.M)
         self.P, self.C, self.G = keys.P, centroids.shape[1], keys.G
-        self._choose_keys(covariance, largest_lift, top, in_order)
+        self._choose_keys(covariance, largest_correction, top, in_order)
         self._summarise()
         self._make_table()
 
     def _choose_keys(
-        self, covariance: torch.Tensor, largest_lift: float, top: torch.Tensor | None, in_order: bool
+        self, covariance: torch.Tensor, largest_correction: float, top: torch.Tensor | None, in_order: bool
     ) -> None:
-        """Exact keys `T_j`; scores `Q̄_j·(K_t - K̄_g(t))`, and their lifts `b_t`, `-inf` where no key is."""
+        """Exact keys `T_j`; scores `Q̄_j·(K_t - K̄_g(t))`; variance corrections `b_t`, `-inf` where no key is."""
         keys, spread = self.keys, self.keys.keys()
         distances = (spread @ covariance.to(spread.dtype)).to(covariance.dtype)
         distances = torch.linalg.vecdot(distances, spread.to(covariance.dtype)).clamp_(min=SMALLEST)
-        self.lift = (distances / 2).clamp_(max=largest_lift)
+        self.variance_correction = (distances / 2).clamp_(max=largest_correction)
         preference = distances.log_()
-        for of_keys in (preference, self.lift):
+        for of_keys in (preference, self.variance_correction):
             of_keys.masked_fill_(keys.empty[:, 0], -torch.inf)
         scores = torch.bmm(self.centroids.to(spread.dtype), spread.transpose(1, 2))  # (P, C, nb · L)
         self.scores = scores.to(self.centroids.dtype)
@@ -120,7 +120,7 @@ class Summaries:
         if top is None:
             biased = self.scores.unflatten(2, (-1, keys.blocks.length)) + keys.per_block(self.mean_scores)[..., None]
             biased = biased.flatten(2).add_(preference[:, None])
-            # Without any, no place is looked for.
+            # Without exact keys no place is looked for.
             top = largest(biased, self.T, in_order=in_order) if self.T else biased[..., :0].long()
         self.top = top[..., : self.T]  # (P, C, T)
         rows = torch.arange(self.P, device=self.top.device)[:, None, None] * self.scores.shape[2]
@@ -129,14 +129,14 @@ class Summaries:
     def _summarise(self) -> None:
         """Tilted weights `w_jt / S_jc` and sums over `c∖T_j`: `log S_jc`, `K̃_jc`, `Ṽ_jc`."""
         keys, scores = self.keys, self.scores
-        scores.add_(self.lift[:, None]).scatter_(2, self.top, -torch.inf)
+        scores.add_(self.variance_correction[:, None]).scatter_(2, self.top, -torch.inf)
         by_block = scores.unflatten(2, (-1, keys.blocks.length))
         lowest = torch.finfo(scores.dtype).min
         shift = scores.new_full((self.P, self.C, self.G), lowest)
         index = keys.clusters[:, None].expand(-1, self.C, -1)
         shift.scatter_reduce_(2, index, by_block.amax(dim=3), "amax")
         by_block.sub_(keys.per_block(shift)[..., None]).clamp_(min=LEAST_LOG_WEIGHT).exp_()
-        self.weights = scores  # w_jt, of the largest of its cluster
+        self.weights = scores  # w_jt over the largest of its cluster
         width = keys.rows.shape[3]
         parts = keys.rows.new_empty(self.P, keys.clusters.shape[1], self.C, width)
         for p in range(self.P):
@@ -199,7 +199,7 @@ class Summaries:
             grad_scores[p] = block_scores.transpose(0, 1).flatten(1)
             grad_packed[p] = torch.bmm(weights.transpose(1, 2), table[..., :-1])
         grad_packed[..., :D] += (grad_scores.transpose(1, 2) @ self.centroids).view_as(grad_packed[..., :D])
-        # Q̄_j·K_t is the score of what remains of the key, and of its cluster's mean.
+        # Q̄_j·K_t is the score of the key less its cluster's mean, and of that mean.
         of_means = grad_log_mass @ keys.mean_keys()
         grad_centroids += (torch.bmm(grad_scores, keys.keys().to(dtype)) + of_means).flatten(0, 1)
         flat = grad_packed.reshape(-1, D + keys.Dv).index_add_(0, self.top_places, grad_exact.flatten(0, 1))

@@ -21,7 +21,7 @@ def masked_softmax(scores: torch.Tensor, mask: torch.Tensor | None) -> torch.Ten
     return scores.masked_fill(~mask, torch.finfo(scores.dtype).min).softmax(dim=-1) * mask
 
 
-def for_every_head(rows: torch.Tensor, query: torch.Tensor) -> torch.Tensor:
+def repeat_heads(rows: torch.Tensor, query: torch.Tensor) -> torch.Tensor:
     """Keys or values `(B, key/value heads, M, D)` repeated for the query heads that share them: `(B, H, M, D)`."""
     return rows.repeat_interleave(query.shape[1] // rows.shape[1], dim=1)
 
@@ -29,7 +29,7 @@ def for_every_head(rows: torch.Tensor, query: torch.Tensor) -> torch.Tensor:
 def unmasked(inputs: Inputs) -> Inputs:
     """An op's inputs, a `NamedTuple`, with 0 in masked rows, and keys and values of every query head."""
     x = inputs
-    key, value = (zero_masked(for_every_head(rows, x.query), x.key_mask) for rows in (x.key, x.value))
+    key, value = (zero_masked(repeat_heads(rows, x.query), x.key_mask) for rows in (x.key, x.value))
     return x._replace(query=zero_masked(x.query, x.query_mask), key=key, value=value)
 
 

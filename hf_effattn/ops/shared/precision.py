@@ -4,9 +4,9 @@ import math
 
 import torch
 
-# Of a squared distance whose logarithm is taken: a key that its cluster's mean represents perfectly.
+# Least squared distance whose logarithm is taken: of a key that its cluster's mean represents perfectly.
 SMALLEST = 1e-30
-# Of a weight beside the largest: below, exp takes some processors fifty times as long, and products with denormal
+# Least log-weight beside the largest: below, exp takes some processors fifty times as long, and products with denormal
 # numbers ten times.
 LEAST_LOG_WEIGHT = -60.0
 
@@ -61,5 +61,5 @@ def in_products(keys: torch.Tensor, factor: float = 1.0) -> torch.Tensor:
     """
     if keys.dtype != torch.bfloat16:
         return keys.to(product_dtype(keys.dtype))
-    offsets = keys - keys.mean(dim=1, keepdim=True, dtype=torch.float32)
-    return (offsets if factor == 1 else offsets.mul_(factor)).to(keys.dtype)
+    centered = keys - keys.mean(dim=1, keepdim=True, dtype=torch.float32)
+    return (centered if factor == 1 else centered.mul_(factor)).to(keys.dtype)

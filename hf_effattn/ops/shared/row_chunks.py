@@ -1,4 +1,4 @@
-"""How the fast CPU forms walk over a batch: only rows that count, a few heads at a time.
+"""How the fast CPU forms go through a batch: only rows that count, a few heads at a time.
 
 A padded row would cost as much as a real one, so masked rows are taken out before any arithmetic: inside a chunk no
 mask exists, and a padded batch gives exactly what its texts give one by one.

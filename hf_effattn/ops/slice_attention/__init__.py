@@ -5,7 +5,7 @@ from typing import Any
 
 import torch
 
-from ..shared.arguments import check_count, check_mask, check_query_key_value, choose_backend
+from ..shared.arguments import check_alike, check_count, check_mask, check_query_key_value, choose_backend
 from ..shared.dropout import draw_seed
 from . import batched, reference
 
@@ -63,31 +63,28 @@ def slice_attention(
 ) -> tuple[torch.Tensor, ...]:
     """Attention inside slices of the sequence, extended into their neighbours, with the mean of every slice's output.
 
-    Source: Lee 2023, Eq. 8, 11, 12 and 14 and the masked mean before Eq. 9. Positions are folded in as projected
-    terms, `(S + P) W = S W + P W`, so `query` and `key` are the projections of the tokens alone. Keys beyond the ends
-    of the sequence are left out, where the paper's zeros would still get weight. Time and memory are O(N · αL).
+    Source: Lee 2023, Eq. 8, 11, 12 and 14 and the masked mean before Eq. 9. Keys beyond the ends of the sequence are
+    left out, where the paper's zeros would still get weight. Time and memory are O(N · αL).
 
     Sizes: `B` batch, `H` heads, `N` length, `D` head_dim of query and key, `Dv` of value, `L` slice length.
 
     Args:
         query (`torch.Tensor`): `(B, H, N, D)`, any strides.
-        key (`torch.Tensor`): `(B, H, N, D)`, any strides; or with fewer heads that divide `H` (grouped-query layout:
-            query head `h` reads key/value head `h // (H / heads)`).
-        value (`torch.Tensor`): `(B, H, N, Dv)`, with the heads of `key`, any strides.
+        key (`torch.Tensor`): `(B, heads, N, D)`, any strides; `heads` is `H` or divides it (grouped-query layout).
+        value (`torch.Tensor`): `(B, heads, N, Dv)`, any strides.
         slice_length (`int`): `L`, at least 1. The last slice may be short.
         extension_ratio (`float`): `α` in [1, 3]: a slice sees `(α − 1) L / 2` keys of each neighbour.
         causal (`bool`): a query sees no later key, and the extension is to the left only (Eq. 12).
         key_mask (`torch.BoolTensor`, *optional*): `(B, N)`, True = token; other rows are no keys and get 0.
         scale (`float`, *optional*): factor on the scores. Default `D ** -0.5`.
         query_positions (`torch.Tensor`, *optional*): `P_l W_q` `(H, L, D)`, added to the queries of every slice.
-        key_positions (`torch.Tensor`, *optional*): `P_l,ext W_k` `(heads of key, αL, D)`, added to the keys of every
+        key_positions (`torch.Tensor`, *optional*): `P_l,ext W_k` `(heads, αL, D)`, added to the keys of every
             extended slice; its last `(α − 1) L / 2` rows are not used when causal.
         sink_mask (`torch.BoolTensor`, *optional*): `(B, N)`, True = a key that every slice sees, once: inside a
             window it is a key like any other, elsewhere it comes without a position term. Causal: only earlier ones.
         dropout_p (`float`): dropout on the attention weights, drawn from torch's global state.
         return_lse (`bool`): also return the logarithm of the sum of the exponentials of each query's scores.
         backend (`str`, *optional*): `"reference"`, `"batched"` or `"triton"`. Default: Triton on a GPU, else batched.
-            Only the reference has second and forward-mode derivatives.
 
     Returns:
         `tuple[torch.Tensor, ...]`: the output `(B, H, N, Dv)`, 0 in masked rows; the masked mean of each slice's
@@ -98,6 +95,13 @@ def slice_attention(
         ValueError: sizes, devices or dtypes that do not fit together, a slice length below 1, an extension ratio
             outside [1, 3] or in half tokens, a `dropout_p` outside [0, 1), an unknown backend.
         TypeError: a mask that is not boolean, a slice length that is not an int.
+
+    Example:
+        >>> import torch
+        >>> from hf_effattn.ops import slice_attention
+        >>> query, key, value = torch.randn(3, 1, 12, 4096, 64)
+        >>> [part.shape for part in slice_attention(query, key, value, slice_length=32, extension_ratio=2)]
+        [torch.Size([1, 12, 4096, 64]), torch.Size([1, 12, 128, 64])]
     """
     extension = extension_tokens(slice_length, extension_ratio)
     check_query_key_value(query, key, value)
@@ -133,8 +137,4 @@ def _check_positions(
         return
     if tuple(positions.shape) != expected:
         raise ValueError(f"{name} must have shape (heads, rows, head_dim) = {expected}, got {tuple(positions.shape)}")
-    if positions.dtype != query.dtype or positions.device != query.device:
-        raise ValueError(
-            f"{name} must share dtype and device with query, got {positions.dtype} on {positions.device} beside "
-            f"{query.dtype} on {query.device}"
-        )
+    check_alike(name, positions, "query", query)

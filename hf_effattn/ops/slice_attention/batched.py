@@ -51,7 +51,7 @@ class _Chunk:
         query = layout.pack(inputs.query[items, self.query_heads], self.token, layout.group)
         if inputs.query_positions is not None:
             positions = inputs.query_positions[self.query_heads].unflatten(0, (self.h, layout.group))
-            # Not the empty slice: its scores must stay 0.
+            # Without the empty slice, whose scores must stay 0.
             query[:, :, : layout.slices] += positions.flatten(1, 2)[:, None]
         self.of_queries, self.of_scores = split_scale(inputs.scale, query.dtype)
         self.query = query.mul_(self.of_queries).flatten(0, 2)  # (T, G, D)
@@ -227,7 +227,7 @@ def _forward(inputs: _Inputs) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]
     with torch.autocast(inputs.query.device.type, enabled=False):
         for chunk in _chunks(inputs):
             scores = chunk.scores()
-            # Of large scores the log-sum-exp is too coarse to take weights from.
+            # The log-sum-exp of large scores is too coarse to take weights from.
             largest = scores.amax(dim=2, keepdim=True)
             weights = scores.sub_(largest).exp_()
             mass = weights.sum(dim=2, keepdim=True)

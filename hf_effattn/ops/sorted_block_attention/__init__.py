@@ -4,7 +4,14 @@ from typing import Any
 
 import torch
 
-from ..shared.arguments import check_count, check_integers, check_mask, check_query_key_value, choose_backend
+from ..shared.arguments import (
+    check_alike,
+    check_count,
+    check_integers,
+    check_mask,
+    check_query_key_value,
+    choose_backend,
+)
 from ..shared.dropout import draw_seed
 from . import batched, reference
 
@@ -56,25 +63,24 @@ def sorted_block_attention(
     Block `b` sees the blocks `b, b-1, …, b-window_blocks+1`, counted around the end of the row, none of them twice.
 
     Sizes: `B` batch, `H` heads, `N` words, `D` head_dim of query and key, `Dv` of value. The cost is
-    `O(N · window_blocks · block_length)`; nothing of size `N×N` exists in either pass of the fast forms.
+    `O(N · window_blocks · block_length)`.
 
     Args:
         query (`torch.Tensor`): `(B, H, N, D)`, any strides.
-        key (`torch.Tensor`): `(B, H, N, D)`, any strides; or with fewer heads that divide `H` (grouped-query layout).
-        value (`torch.Tensor`): `(B, H, N, Dv)`, with the heads of `key`, any strides.
+        key (`torch.Tensor`): `(B, heads, N, D)`, any strides; `heads` is `H` or divides it (grouped-query layout).
+        value (`torch.Tensor`): `(B, heads, N, Dv)`, any strides.
         order (`torch.Tensor`): int64 `(B, N)`, the original index of each sorted rank, words that count first.
         block_length (`int` or `torch.Tensor`): words of a block, one number or integers `(B,)`, one per row.
         window_blocks (`int`): blocks that a query sees; the paper's is 2.
         causal (`bool`): a query sees only keys of its own or a smaller original index (Wang 2022, App. B).
         labels (`torch.Tensor`, *optional*): integers `(B, N)` below 2³¹ that `order` sorts; with `causal` only. A
-            query then sees keys of its own label: itself and at most `(window_blocks - 1) · block_length` before it.
-            Later words move the borders of the blocks; what a query sees of its own label they do not change.
+            query then sees keys of its own label: itself and at most `(window_blocks - 1) · block_length` before it,
+            so that later words do not change what it sees.
         key_mask (`torch.BoolTensor`, *optional*): `(B, N)` in original order, True = counts, as query and as key.
         membership (`torch.Tensor`, *optional*): `(B, N, k)`, non-negative. Adds `log(P_q · P_k + 1e-4)` to the scores.
         scale (`float`, *optional*): factor on the scores. Default `D ** -0.5`.
         dropout_p (`float`): dropout on the attention weights.
         backend (`str`, *optional*): `"reference"`, `"batched"` or `"triton"`. Default: Triton on a GPU, else batched.
-            Only the reference has second and forward-mode derivatives.
 
     Returns:
         `(B, H, N, Dv)` in the dtype of `query` and in original order; 0 in masked rows.
@@ -107,11 +113,7 @@ def sorted_block_attention(
     if membership is not None:
         if membership.ndim != 3 or membership.shape[:2] != (B, N) or membership.shape[2] == 0:
             raise ValueError(f"membership must be (B, N, k) = ({B}, {N}, k), got {tuple(membership.shape)}")
-        if membership.dtype != query.dtype or membership.device != query.device:
-            raise ValueError(
-                f"membership must share dtype and device with query, {query.dtype} on {query.device},"
-                f" got {membership.dtype} on {membership.device}"
-            )
+        check_alike("membership", membership, "query", query)
     differentiable = (query, key, value) if membership is None else (query, key, value, membership)
     forms = reference.sorted_block_attention, batched.sorted_block_attention, _triton
     run = choose_backend(backend, forms, query, key, value)

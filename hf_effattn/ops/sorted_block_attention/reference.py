@@ -5,9 +5,9 @@ from typing import Any, NamedTuple
 import torch
 
 from ..shared.dropout import dropout_factor
-from ..shared.masking import for_every_head, masked_softmax, zero_masked
+from ..shared.masking import masked_softmax, repeat_heads, zero_masked
 
-# The gate of two words that share no cluster: the logarithm stays finite, and the pair a way back.
+# Gate of two words that share no cluster: its logarithm is finite, and the pair has a gradient.
 MEMBERSHIP_FLOOR = 1e-4
 BLOCK_WEIGHTS = 0
 DIFFERENTIABLE = ("query", "key", "value", "membership")
@@ -51,7 +51,7 @@ def check_values(x: Inputs) -> None:
         ranked = labels.gather(1, order).long()
         same = ranked[:, 1:] == ranked[:, :-1]
         sorted_ = (ranked[:, 1:] > ranked[:, :-1]) | (same & (order[:, 1:] > order[:, :-1]))
-        # Where masked words stand among each other says nothing.
+        # The order of masked words among each other does not matter.
         if not (sorted_ if key_mask is None else sorted_ | ~counts[:, 1:]).all():
             raise ValueError("order must be stably sorted by labels; cluster_order(labels, mask=key_mask) is")
 
@@ -106,7 +106,7 @@ def sorted_block_attention(*arguments: Any) -> torch.Tensor:
     x = Inputs(*arguments)
     check_values(x)
     visible, rank, before = visible_pairs(x.order, x.block_length, x.window_blocks, x.causal, x.labels, x.key_mask)
-    key, value = for_every_head(x.key, x.query), for_every_head(x.value, x.query)
+    key, value = repeat_heads(x.key, x.query), repeat_heads(x.value, x.query)
     query, key, value = (zero_masked(rows, x.key_mask) for rows in (x.query, key, value))
     scores, membership = x.scale * query @ key.transpose(2, 3), x.membership
     if membership is not None:

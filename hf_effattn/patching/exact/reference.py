@@ -13,7 +13,7 @@ from torch import nn
 from transformers.integrations.sdpa_attention import sdpa_attention_forward
 
 from ...ops.bi_clustered_attention.exact_heads import FLASH
-from ...ops.causal_clustered_attention.local import Attended, merge_
+from ...ops.causal_clustered_attention.local import PartialOutput, merge_
 from ...ops.causal_clustered_attention.sinks import add_sinks_
 from ...ops.shared.precision import accumulation_dtype
 from .sinks import with_sinks
@@ -93,7 +93,7 @@ def causal_rows(
     own = query[:, :, rows].unflatten(1, (heads, -1)).flatten(0, 1)
     keys, values = (tensor.flatten(0, 1)[:, None].expand(-1, own.shape[1], -1, -1) for tensor in (key, value))
 
-    def attend(seen: slice, *, causal: bool) -> Attended:
+    def attend(seen: slice, *, causal: bool) -> PartialOutput:
         output, log_sum = FLASH(own, keys[:, :, seen], values[:, :, seen], 0.0, causal, scale=scale)
         return output.to(dtype), log_sum[..., None].to(dtype)
 

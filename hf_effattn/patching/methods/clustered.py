@@ -16,7 +16,7 @@ from ...ops import (
     clustered_attention,
     improved_clustered_attention,
     predicted_error,
-    query_offsets,
+    query_residuals,
 )
 from ...ops.bi_clustered_attention.labels import Inputs, cluster_both
 from ...ops.cluster_queries import (
@@ -189,7 +189,7 @@ class BiClustered(ImprovedClustered):
     Args:
         clusters (`int`): of queries, as in `Clustered`.
         topk (`int`): keys attended to exactly per query cluster; more are more exact and slower.
-        key_clusters (`int`): clusters of keys per head, by K-means in the metric of the queries' offsets from their
+        key_clusters (`int`): clusters of keys per head, by K-means in the metric of the queries' residuals from their
             centroids; more are more exact and slower.
         max_predicted_error (`float`, *optional*): heads whose predicted error (`hf_effattn.ops.predicted_error`) is
             larger run exact attention; None: none does.
@@ -265,14 +265,14 @@ class BiClustered(ImprovedClustered):
     ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
         """Labels of queries and keys, and the error that is predicted of each key/value head, `(B, heads)`."""
         (labels,) = super().group(query, key, key_mask)
-        offsets, offsets_mask = query_offsets(
+        residuals, residuals_mask = query_residuals(
             query, labels, self.clusters, key_heads=key.shape[1], query_mask=key_mask, rows=self.fitted_queries
         )
         key_labels = cluster_queries(
             key,
             self.key_clusters,
-            key=offsets,
-            key_mask=offsets_mask,
+            key=residuals,
+            key_mask=residuals_mask,
             iterations=min(self.iterations, KEY_ITERATIONS),
             fit_queries=self.fitted_queries,
             query_mask=key_mask,
@@ -282,7 +282,7 @@ class BiClustered(ImprovedClustered):
             return labels, key_labels, key.new_zeros(key.shape[:2])
         group = query.shape[1] // key.shape[1]
         predicted = predicted_error(
-            offsets, offsets_mask, key, key_labels, self.key_clusters, group=group, key_mask=key_mask, scale=scale
+            residuals, residuals_mask, key, key_labels, self.key_clusters, group=group, key_mask=key_mask, scale=scale
         )
         return labels, key_labels, predicted
 

@@ -10,9 +10,9 @@ import torch.nn.functional as F
 from support.closeness import assert_close_to_reference
 
 from hf_effattn.measuring.recording import Measured, recording
-from hf_effattn.ops import bi_clustered_attention, cluster_queries, query_offsets
+from hf_effattn.ops import bi_clustered_attention, cluster_queries, query_residuals
 from hf_effattn.ops.bi_clustered_attention import batched
-from hf_effattn.ops.bi_clustered_attention.reference import LARGEST_LIFT
+from hf_effattn.ops.bi_clustered_attention.reference import LARGEST_VARIANCE_CORRECTION
 from hf_effattn.samples.model import load_model
 from hf_effattn.samples.texts import Passages, bundled_books
 
@@ -37,8 +37,8 @@ def layers(real_model_folder):
     for query, key, value in seen:
         query = query * query.shape[-1] ** -0.5
         labels = cluster_queries(query, CLUSTERS, key=key)
-        offsets, _ = query_offsets(query, labels, CLUSTERS)
-        inputs.append((query, key, value, labels, cluster_queries(key, KEY_CLUSTERS, key=offsets)))
+        residuals, _ = query_residuals(query, labels, CLUSTERS)
+        inputs.append((query, key, value, labels, cluster_queries(key, KEY_CLUSTERS, key=residuals)))
     assert len(inputs) == 6
     return inputs
 
@@ -130,8 +130,8 @@ def test_the_summaries_matter(layers):
 def test_without_the_lift_there_is_more_error(layers, monkeypatch):
     """In the median head: at its centroid a cluster of keys has less mass than in the mean over the queries."""
     medians = []
-    for largest in (LARGEST_LIFT, 0.0):
-        monkeypatch.setattr(batched, "LARGEST_LIFT", largest)
+    for largest in (LARGEST_VARIANCE_CORRECTION, 0.0):
+        monkeypatch.setattr(batched, "LARGEST_VARIANCE_CORRECTION", largest)
         errors = []
         for query, key, value, labels, key_labels in layers:
             expected = F.scaled_dot_product_attention(query, key, value, scale=1.0)

@@ -1,4 +1,4 @@
-"""First-order bi-clustered attention on a GPU: launchers, and what torch needs to know of the op."""
+"""Bi-clustered attention on a GPU: launchers, and what torch needs to know of the op."""
 
 from typing import Any, cast
 
@@ -6,11 +6,10 @@ import torch
 
 from ...shared.gradients import register_op
 from ...shared.tables import empty_output, unwritten_output
-from ...shared.triton.chips import on_device_of
 from ...shared.triton.cluster_table_forward import _cluster_table_fwd_kernel, blocks_of_queries
 from ...shared.triton.sort import SortedRows, empty_sorted, sort_both_by_cluster
 from ...shared.triton.tiles import LOG2_E, tile_config
-from ..reference import Inputs, InputsByHead
+from ..reference import Inputs
 from .backward import attend_backward
 from .exact_heads import attend_exactly, exact_backward
 from .forward import Saved, choose_keys, make_tables
@@ -26,8 +25,9 @@ def _tiles(query: torch.Tensor, value: torch.Tensor) -> tuple[int, int]:
 
 def _forward(x: Inputs) -> list[torch.Tensor]:
     """`V_i = Σ_{t∈T} p_it V_t + Σ_c p_ic Ṽ_jc + s_i η_i^T M_j`, and the tensors of `Saved`."""
-    query, key, value, labels, key_labels, clusters, key_clusters, topk, key_mask, query_mask, *_ = x
-    scale, dropout_p, dropout_seed = x[-3:]
+    (query, key, value, labels, key_labels), key_mask, query_mask = x[:5], x.key_mask, x.query_mask
+    scale, dropout_p, dropout_seed = x.scale, x.dropout_p, x.dropout_seed
+    clusters, key_clusters, topk = x.counts()[0]
     B, H, N, D = query.shape
     Hk, M, Dv = value.shape[1:]
     if B * N * M == 0:
@@ -46,14 +46,13 @@ def _forward(x: Inputs) -> list[torch.Tensor]:
     lse, share = (query.new_empty(B * H, N, dtype=torch.float32) for _ in range(2))
     config = tile_config(query, D, Dv, three=dropout_seed is None)
     blocks, sizes = blocks_of_queries(query, clusters, topk, key_clusters, config)
-    with on_device_of(query):
-        _cluster_table_fwd_kernel[(B * H * blocks[0],)](
-            query, key, value, dropout_seed, exact_heads, queries.order, queries.starts, top,
-            None, None, table_keys, table_values, bias, centroids, dipoles, output, lse, share,
-            *query.stride(), *key.stride(), *value.stride(), *output.stride(),
-            H, H // Hk, N, D, Dv, clusters, key_clusters, *blocks, topk, scale, scale * LOG2_E, dropout_p,
-            HAS_SUMMARIES=True, HAS_REST=False, **sizes, **config,
-        )  # fmt: skip
+    _cluster_table_fwd_kernel[(B * H * blocks[0],)](
+        query, key, value, dropout_seed, exact_heads, queries.order, queries.starts, top,
+        None, None, table_keys, table_values, bias, centroids, dipoles, output, lse, share,
+        *query.stride(), *key.stride(), *value.stride(), *output.stride(),
+        H, H // Hk, N, D, Dv, clusters, key_clusters, *blocks, topk, scale, scale * LOG2_E, dropout_p,
+        HAS_SUMMARIES=True, HAS_REST=False, **sizes, **config,
+    )  # fmt: skip
     if exact_heads is not None:
         attend_exactly(output, lse, x, exact_heads)
     saved = Saved(
@@ -74,9 +73,10 @@ def gradients(
     if B * N * M == 0:
         return torch.zeros_like(query), torch.zeros_like(key), torch.zeros_like(value)
     tile, key_tile = _tiles(query, value)
-    queries = SortedRows(saved.order, saved.starts, saved.tiles, x.clusters, tile)
-    keys = SortedRows(saved.key_order, saved.key_starts, saved.key_tiles, x.key_clusters, key_tile)
-    found, expected = (saved.tiles, saved.key_tiles), (N // tile + x.clusters, M // key_tile + x.key_clusters)
+    clusters, key_clusters, _ = x.counts()[0]
+    queries = SortedRows(saved.order, saved.starts, saved.tiles, clusters, tile)
+    keys = SortedRows(saved.key_order, saved.key_starts, saved.key_tiles, key_clusters, key_tile)
+    found, expected = (saved.tiles, saved.key_tiles), (N // tile + clusters, M // key_tile + key_clusters)
     if any(tiles.shape[1] != count + 1 for tiles, count in zip(found, expected, strict=True)):
         raise RuntimeError(f"the forward pass had tiles of other sizes than {tile} queries and {key_tile} keys")
     exact_heads = None if x.exact_heads is None else x.exact_heads.contiguous()
@@ -88,23 +88,23 @@ def gradients(
 
 def _fake(x: Inputs) -> list[torch.Tensor]:
     """The output, 0, and tensors of the right sizes for the rest, without numbers."""
-    query, value, topk = x.query, x.value, x.topk
+    query, value, (C, G, topk) = x.query, x.value, x.counts()[0]
     B, H, N, D = query.shape
     Hk, M, Dv = value.shape[1:]
     tile, key_tile = _tiles(query, value)
-    P, R, G = B * Hk, H // Hk * x.clusters, x.key_clusters
+    P, R = B * Hk, H // Hk * C
 
     def empty(*shape: int, dtype: torch.dtype = torch.float32) -> torch.Tensor:
         return query.new_empty(*shape, dtype=dtype)
 
     saved = Saved(
-        *empty_sorted(x.labels, x.clusters, tile),
+        *empty_sorted(x.labels, C, tile),
         *empty_sorted(x.key_labels, G, key_tile),
-        centroids=empty(B * H, x.clusters, D, dtype=query.dtype),
+        centroids=empty(B * H, C, D, dtype=query.dtype),
         mean_keys=empty(P, G, D),
         mean_values=empty(P, G, Dv),
         log_squares=empty(P, M),
-        top=empty(B * H, x.clusters, topk, dtype=torch.int32),
+        top=empty(B * H, C, topk, dtype=torch.int32),
         taken=empty(P, M, (R + 31) // 32, dtype=torch.int32),
         table_keys=empty(P * R, G, D, dtype=query.dtype),
         table_values=empty(P * R, G, Dv, dtype=query.dtype),
@@ -123,16 +123,19 @@ _op = register_op("bi_clustered_attention_triton", Inputs, _forward, gradients, 
 
 
 def bi_clustered_attention(*arguments: Any) -> torch.Tensor:
-    """The op, once for the heads that have the same counts."""
-    x = InputsByHead(*arguments)
+    """The op, called once for all heads that have the same counts."""
+    x = Inputs(*arguments)
     counts = x.counts()
     if len(set(counts)) == 1:
-        return cast("torch.Tensor", _op(*x.with_counts(counts[0])))
+        return cast("torch.Tensor", _op(*x))
     group, order, outputs = x.query.shape[1] // len(counts), [], []
     for place, one in enumerate(sorted(set(counts))):
         own = [head for head, of_head in enumerate(counts) if of_head == one]
         of_queries = [head * group + member for head in own for member in range(group)]
-        of_heads = x.with_counts(one)._replace(
+        of_heads = x._replace(
+            clusters=[one[0]] * len(own),
+            key_clusters=[one[1]] * len(own),
+            topk=[one[2]] * len(own),
             query=x.query[:, of_queries],
             key=x.key[:, own],
             value=x.value[:, own],

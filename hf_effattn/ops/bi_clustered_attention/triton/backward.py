@@ -1,4 +1,4 @@
-"""Backward pass of first-order bi-clustered attention on a GPU, labels and sets `T_j` held fixed.
+"""Backward pass of bi-clustered attention on a GPU, labels and sets `T_j` held fixed.
 
 The tile kernels leave, of every entry of a table, `dK̃_jc`, `dṼ_jc` and `db_jc`. With `a_jt = w_jt / S_jc`:
 `ds_jt = a_jt (dlog S_jc + dK̃_jc·(K_t - K̃_jc) + dṼ_jc·(V_t - Ṽ_jc))`, then `dK_t = Σ_j a_jt dK̃_jc + ds_jt Q̄_j`,
@@ -12,7 +12,6 @@ import torch
 import triton.language as tl
 
 from ...shared.torch_internals import softmax_backward
-from ...shared.triton.chips import on_device_of
 from ...shared.triton.cluster_table import (
     _cluster_table_bwd_delta_kernel,
     _cluster_table_bwd_query_kernel,
@@ -31,7 +30,7 @@ from ..reference import Inputs
 from .forward import Saved, load_lift, load_spread, load_taken
 from .products import cluster_products
 
-CENTROID_PROGRAMS = 264  # enough to keep a large chip busy
+CENTROID_PROGRAMS = 264  # so many programs keep a large chip busy
 
 
 @kernel
@@ -187,14 +186,14 @@ def attend_backward(
     queries: SortedRows, keys: SortedRows,
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]:  # fmt: skip
     """Gradients of query, key and value, unwritten in exact heads, and `δ_i` of all queries `(B · H, N)`."""
-    (query, key, value), (scale, dropout_p, dropout_seed) = x[:3], x[-3:]
+    (query, key, value), scale, dropout_p, dropout_seed = x[:3], x.scale, x.dropout_p, x.dropout_seed
     B, H, N, D = query.shape
     Hk, M, Dv = value.shape[1:]
     clusters, key_clusters, topk = queries.clusters, keys.clusters, saved.top.shape[2]
     P, rows, words, group = B * Hk, H // Hk * clusters, saved.taken.shape[2], H // Hk
     config = tile_config(query, D, Dv, backward=True)
     sums_config = tile_config(query, D, Dv, backward=True, two_sums=True)
-    # Three sums a program, of tables that seldom have more than 32 key clusters.
+    # A program holds three sums, and tables seldom have more than 32 key clusters.
     summary_config = sums_config | {"ROWS": min(sums_config["ROWS"], 64 // query.element_size())}
     key_config = table_config(query, D, Dv)
     tiles = queries.tiles.shape[1]
@@ -206,58 +205,57 @@ def attend_backward(
     grad_query, grad_key, grad_value = (torch.empty_like(tensor) for tensor in (query, key, value))
     sums = query.new_zeros(P * M, D + Dv, dtype=torch.float32)
     strides = query.stride(), key.stride(), value.stride(), grad_output.stride()
-    with on_device_of(query):
-        _cluster_table_bwd_delta_kernel[(B * H * tiles,)](
-            query, output, grad_output, exact_heads, *of_queries, saved.centroids, saved.dipoles, delta, turn,
-            *strides[0], *output.stride(), *strides[3], H, group, N, D, Dv, clusters, tiles, scale,
-            PART=dipole_part(query, config["BLOCK_D"]), ROWS=queries.tile,
-            **{name: config[name] for name in ("BLOCK_V", "BY_PARTS", "PRECISION")},
-        )  # fmt: skip
-        add_exact_keys(
-            x, grad_output, queries, saved.top, saved.lse, delta, sums, columns=topk + key_clusters,
-            exact_heads=exact_heads,
-        )  # fmt: skip
-        blocks = -(-key_clusters // summary_config["ROWS"])
-        _cluster_table_bwd_summary_kernel[(P * rows * blocks,)](
-            query, grad_output, dropout_seed, exact_heads, *of_queries[:2], saved.lse, delta, turn, saved.table_keys,
-            saved.table_values, saved.bias, saved.centroids, table_grad_keys, table_grad_values, grad_bias, constant,
-            *strides[0], *strides[3], H, group, N, D, Dv, clusters, key_clusters, topk, blocks, *scales, dropout_p,
-            **summary_config,
-        )  # fmt: skip
-        grad_dipoles, share_grads = cluster_products(
-            query, grad_output, queries, saved.centroids, None, exact_heads,
-            weights=saved.share, factor=scale, parts=clusters,
-        )  # fmt: skip
-        with torch.autocast(query.device.type, enabled=False):
-            by_head = grad_dipoles.view(P, rows, -1)
-            at_centroid = saved.at_centroid.view(P, rows, -1)
-            grad_covariances = at_centroid.mT @ by_head
-            grad_logits = by_head @ saved.covariances.view(P, key_clusters, -1).mT
-            grad_logits = softmax_backward(grad_logits, at_centroid, 2)
-            constant += grad_logits.view_as(constant)
-        _bi_clustered_attention_bwd_key_kernel[(P * keys.tiles.shape[1],)](
-            saved.centroids, key, value, saved.log_squares, saved.taken, exact_heads, queries.starts, keys.order,
-            keys.starts, keys.tiles, saved.log_mass, constant, table_grad_keys, table_grad_values,
-            saved.mean_keys, saved.mean_values, grad_covariances, sums, grad_key, grad_value, *strides[1], *strides[2],
-            *grad_key.stride(), *grad_value.stride(), Hk, rows, M, D, Dv, clusters, key_clusters, words,
-            keys.tiles.shape[1], max(1.0, N / clusters), *scales, **key_config,
-        )  # fmt: skip
-        blocks = -(-rows // key_config["ROWS"])
-        splits = max(1, min(CENTROID_PROGRAMS // (P * blocks), key_clusters))
-        split_length = -(-key_clusters // splits)
-        splits = -(-key_clusters // split_length)
-        grad_centroids = query.new_empty(P * rows, splits, D, dtype=torch.float32)
-        _bi_clustered_attention_bwd_centroid_kernel[(P * blocks * splits,)](
-            saved.centroids, key, value, saved.log_squares, saved.taken, exact_heads, queries.starts, keys.order,
-            keys.starts, saved.table_keys, saved.log_mass, constant, table_grad_keys, table_grad_values, grad_bias,
-            grad_centroids, *strides[1], *strides[2], Hk, rows, M, D, Dv, clusters, key_clusters, words, blocks,
-            splits, split_length, *scales, **key_config | ({"num_stages": 1} if query.element_size() == 4 else {}),
-        )  # fmt: skip
-        _cluster_table_bwd_query_kernel[(B * H * tiles,)](
-            query, key, value, grad_output, dropout_seed, exact_heads, *of_queries, saved.top, saved.lse, delta,
-            None, None, saved.table_keys, saved.table_values, saved.bias, saved.dipoles, saved.share, share_grads,
-            turn, grad_centroids, grad_query, *strides[0], *strides[1], *strides[2], *strides[3], *grad_query.stride(),
-            H, group, N, D, Dv, clusters, key_clusters, tiles, topk, splits, *scales, dropout_p,
-            HAS_SUMMARIES=True, HAS_REST=False, PART=16, **config,
-        )  # fmt: skip
+    _cluster_table_bwd_delta_kernel[(B * H * tiles,)](
+        query, output, grad_output, exact_heads, *of_queries, saved.centroids, saved.dipoles, delta, turn,
+        *strides[0], *output.stride(), *strides[3], H, group, N, D, Dv, clusters, tiles, scale,
+        PART=dipole_part(query, config["BLOCK_D"]), ROWS=queries.tile,
+        **{name: config[name] for name in ("BLOCK_V", "BY_PARTS", "PRECISION")},
+    )  # fmt: skip
+    add_exact_keys(
+        x, grad_output, queries, saved.top, saved.lse, delta, sums, columns=topk + key_clusters,
+        exact_heads=exact_heads,
+    )  # fmt: skip
+    blocks = -(-key_clusters // summary_config["ROWS"])
+    _cluster_table_bwd_summary_kernel[(P * rows * blocks,)](
+        query, grad_output, dropout_seed, exact_heads, *of_queries[:2], saved.lse, delta, turn, saved.table_keys,
+        saved.table_values, saved.bias, saved.centroids, table_grad_keys, table_grad_values, grad_bias, constant,
+        *strides[0], *strides[3], H, group, N, D, Dv, clusters, key_clusters, topk, blocks, *scales, dropout_p,
+        **summary_config,
+    )  # fmt: skip
+    grad_dipoles, share_grads = cluster_products(
+        query, grad_output, queries, saved.centroids, None, exact_heads,
+        weights=saved.share, factor=scale, parts=clusters,
+    )  # fmt: skip
+    with torch.autocast(query.device.type, enabled=False):
+        by_head = grad_dipoles.view(P, rows, -1)
+        at_centroid = saved.at_centroid.view(P, rows, -1)
+        grad_covariances = at_centroid.mT @ by_head
+        grad_logits = by_head @ saved.covariances.view(P, key_clusters, -1).mT
+        grad_logits = softmax_backward(grad_logits, at_centroid, 2)
+        constant += grad_logits.view_as(constant)
+    _bi_clustered_attention_bwd_key_kernel[(P * keys.tiles.shape[1],)](
+        saved.centroids, key, value, saved.log_squares, saved.taken, exact_heads, queries.starts, keys.order,
+        keys.starts, keys.tiles, saved.log_mass, constant, table_grad_keys, table_grad_values,
+        saved.mean_keys, saved.mean_values, grad_covariances, sums, grad_key, grad_value, *strides[1], *strides[2],
+        *grad_key.stride(), *grad_value.stride(), Hk, rows, M, D, Dv, clusters, key_clusters, words,
+        keys.tiles.shape[1], max(1.0, N / clusters), *scales, **key_config,
+    )  # fmt: skip
+    blocks = -(-rows // key_config["ROWS"])
+    splits = max(1, min(CENTROID_PROGRAMS // (P * blocks), key_clusters))
+    split_length = -(-key_clusters // splits)
+    splits = -(-key_clusters // split_length)
+    grad_centroids = query.new_empty(P * rows, splits, D, dtype=torch.float32)
+    _bi_clustered_attention_bwd_centroid_kernel[(P * blocks * splits,)](
+        saved.centroids, key, value, saved.log_squares, saved.taken, exact_heads, queries.starts, keys.order,
+        keys.starts, saved.table_keys, saved.log_mass, constant, table_grad_keys, table_grad_values, grad_bias,
+        grad_centroids, *strides[1], *strides[2], Hk, rows, M, D, Dv, clusters, key_clusters, words, blocks,
+        splits, split_length, *scales, **key_config | ({"num_stages": 1} if query.element_size() == 4 else {}),
+    )  # fmt: skip
+    _cluster_table_bwd_query_kernel[(B * H * tiles,)](
+        query, key, value, grad_output, dropout_seed, exact_heads, *of_queries, saved.top, saved.lse, delta,
+        None, None, saved.table_keys, saved.table_values, saved.bias, saved.dipoles, saved.share, share_grads,
+        turn, grad_centroids, grad_query, *strides[0], *strides[1], *strides[2], *strides[3], *grad_query.stride(),
+        H, group, N, D, Dv, clusters, key_clusters, tiles, topk, splits, *scales, dropout_p,
+        HAS_SUMMARIES=True, HAS_REST=False, PART=16, **config,
+    )  # fmt: skip
     return grad_query, grad_key, grad_value, delta

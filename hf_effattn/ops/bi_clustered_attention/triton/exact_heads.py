@@ -1,6 +1,6 @@
 """Exact attention on a GPU for the heads that `exact_heads` names; programs of all other heads end at once.
 
-Which heads they are is known to the GPU alone: nothing waits for the host, and a CUDA graph replays on other heads.
+Only the GPU knows which heads they are: nothing waits for the host, and a CUDA graph also replays on other heads.
 """
 
 from collections.abc import Sequence
@@ -8,7 +8,6 @@ from collections.abc import Sequence
 import torch
 import triton.language as tl
 
-from ...shared.triton.chips import on_device_of
 from ...shared.triton.launch import kernel
 from ...shared.triton.softmax import KIND, add_to_keys, add_to_queries, attend
 from ...shared.triton.tiles import LOG2_E, LOWEST, load_mask, load_operand, load_rows, store_rows, tile_config
@@ -67,12 +66,11 @@ def attend_exactly(output: torch.Tensor, lse: torch.Tensor, x: Inputs, exact_hea
     config = tile_config(query, D, Dv)
     blocks = -(-N // config["ROWS"])
     masks = (stride for mask in (key_mask, query_mask) for stride in ((0, 0) if mask is None else mask.stride()))
-    with on_device_of(query):
-        _bi_clustered_attention_fwd_exact_kernel[(B * H * blocks,)](
-            query, key, value, key_mask, query_mask, exact_heads, seed, output, lse,
-            *query.stride(), *key.stride(), *value.stride(), *output.stride(), *masks,
-            H, H // key.shape[1], N, M, D, Dv, blocks, x.scale * LOG2_E, x.dropout_p, **config,
-        )  # fmt: skip
+    _bi_clustered_attention_fwd_exact_kernel[(B * H * blocks,)](
+        query, key, value, key_mask, query_mask, exact_heads, seed, output, lse,
+        *query.stride(), *key.stride(), *value.stride(), *output.stride(), *masks,
+        H, H // key.shape[1], N, M, D, Dv, blocks, x.scale * LOG2_E, x.dropout_p, **config,
+    )  # fmt: skip
 
 
 @kernel
@@ -183,13 +181,12 @@ def exact_backward(
     factors = x.scale, x.scale * LOG2_E, x.dropout_p
     config = tile_config(query, D, Dv, backward=True)
     key_config = tile_config(query, D, Dv, backward=True, two_sums=True)
-    with on_device_of(query):
-        blocks = -(-N // config["ROWS"])
-        _bi_clustered_attention_bwd_exact_query_kernel[(B * H * blocks,)](
-            *tensors, grad_query, *strides, *grad_query.stride(), *numbers, blocks, *factors, **config
-        )
-        blocks = -(-M // key_config["ROWS"])
-        _bi_clustered_attention_bwd_exact_key_kernel[(B * Hk * blocks,)](
-            *tensors, grad_key, grad_value, *strides, *grad_key.stride(), *grad_value.stride(),
-            *numbers, blocks, *factors, **key_config,
-        )  # fmt: skip
+    blocks = -(-N // config["ROWS"])
+    _bi_clustered_attention_bwd_exact_query_kernel[(B * H * blocks,)](
+        *tensors, grad_query, *strides, *grad_query.stride(), *numbers, blocks, *factors, **config
+    )
+    blocks = -(-M // key_config["ROWS"])
+    _bi_clustered_attention_bwd_exact_key_kernel[(B * Hk * blocks,)](
+        *tensors, grad_key, grad_value, *strides, *grad_key.stride(), *grad_value.stride(),
+        *numbers, blocks, *factors, **key_config,
+    )  # fmt: skip

@@ -1,4 +1,4 @@
-"""Forward pass of first-order bi-clustered attention on a GPU: the tables of the query clusters, then one tile kernel.
+"""Forward pass of bi-clustered attention on a GPU: the tables of the query clusters, then one tile kernel.
 
 Sizes: `P = B · Hk` key heads, `R = H / Hk · C` query clusters of the query heads that share one, numbered through,
 `G` key clusters, `T` exact keys. Scores are exponents of 2.
@@ -11,20 +11,20 @@ import triton
 import triton.language as tl
 
 from ...shared.triton.centroids import centroid_pass
-from ...shared.triton.chips import block_width, chip_of, on_device_of
+from ...shared.triton.chips import block_width, chip_of
 from ...shared.triton.cluster_table import dipole_part, is_exact
 from ...shared.triton.launch import kernel
 from ...shared.triton.softmax import dot_rows, softmax_weights
 from ...shared.triton.sort import SortedRows
 from ...shared.triton.tiles import LOG2_E, LOWEST, load_operand, load_rows, load_tile, store_rows, tile_config
-from ..reference import LARGEST_LIFT, SMALLEST, Inputs
+from ..reference import LARGEST_VARIANCE_CORRECTION, SMALLEST, Inputs
 from .products import cluster_products
 
-TILES = 4  # of keys, for which one program holds the covariance
-SUM_PROGRAMS = 512  # that add up products of queries: few leave few sums, of many each is done sooner
+TILES = 4  # of keys: one program keeps the covariance for so many
+SUM_PROGRAMS = 512  # that add up products of queries: few of them leave few sums, many are each done sooner
 SMALLEST_SQUARE = tl.constexpr(SMALLEST)
-# Of the largest lift, as an exponent of 2.
-LIFT_LIMIT = tl.constexpr(LARGEST_LIFT * LOG2_E)
+# Of the largest variance correction, as an exponent of 2.
+LIFT_LIMIT = tl.constexpr(LARGEST_VARIANCE_CORRECTION * LOG2_E)
 LIFT_PER_SQUARE = tl.constexpr(LOG2_E / 2)
 
 
@@ -43,7 +43,7 @@ class Saved(NamedTuple):
     # The next two: `(P, G, ·)` float32
     mean_keys: torch.Tensor
     mean_values: torch.Tensor
-    log_squares: torch.Tensor  # `log2 d_t²` `(P, M)`, of which the lifts `b_t` are made
+    log_squares: torch.Tensor  # `log2 d_t²` `(P, M)`, of which the variance corrections `b_t` are made
     top: torch.Tensor  # `(B · H, C, T)` int32, the sets `T_j`
     taken: torch.Tensor  # `(P, M, R / 32)` int32, a bit for every query cluster that has the key in its `T_j`
     # The next two: `K̃` and `Ṽ`, `(P · R, G, ·)` in the dtype of the query
@@ -279,8 +279,8 @@ def distances_of(
 ) -> tuple[torch.Tensor, torch.Tensor]:  # fmt: skip
     """`log2 d_t²` `(P, M)` of keys `(B, Hk, M, D)` by cluster, and that many words of 0 for each, `(P, M, words)`.
 
-    `products` are sums of those of offsets, some of each of `group` query heads that share keys, `(.., D, D)` float32,
-    and `queries` the clusters that these are offsets from.
+    `products` are sums of products of residuals, some of each of `group` query heads that share keys, `(.., D, D)`
+    float32, and `queries` the clusters that these are residuals from.
     """
     B, Hk, M, D = key.shape
     P = B * Hk
@@ -288,19 +288,18 @@ def distances_of(
     log_squares = key.new_empty(P, M, dtype=torch.float32)
     taken = key.new_empty(P, M, words, dtype=torch.int32)
     tiles, chip, block_d = keys.tiles.shape[1], chip_of(key), block_width(D)
-    with on_device_of(key):
-        _bi_clustered_attention_fwd_covariance_kernel[(P * -(-D // 16),)](
-            products, queries.starts, covariance, sizes, group, len(products) // P, D, queries.clusters,
-            scale**2, BLOCK_D=block_d, COLUMNS=16, **chip.all_registers,
-        )  # fmt: skip
-        blocks = -(-tiles // TILES)
-        _bi_clustered_attention_fwd_distance_kernel[(P * blocks,)](
-            key, mean_keys, covariance, sizes, exact_heads, keys.order, keys.starts, keys.tiles, log_squares,
-            taken, *key.stride(), Hk, M, D, keys.clusters, tiles, words, blocks,
-            TILES=TILES, ROWS=keys.tile, BLOCK_D=block_d,
-            BLOCK_K=min(block_d, 32) if key.element_size() == 4 else block_d, PART=dipole_part(key, block_d),
-            PRECISION=chip.dot_precision(key.dtype), **chip.all_registers,
-        )  # fmt: skip
+    _bi_clustered_attention_fwd_covariance_kernel[(P * -(-D // 16),)](
+        products, queries.starts, covariance, sizes, group, len(products) // P, D, queries.clusters,
+        scale**2, BLOCK_D=block_d, COLUMNS=16, **chip.all_registers,
+    )  # fmt: skip
+    blocks = -(-tiles // TILES)
+    _bi_clustered_attention_fwd_distance_kernel[(P * blocks,)](
+        key, mean_keys, covariance, sizes, exact_heads, keys.order, keys.starts, keys.tiles, log_squares,
+        taken, *key.stride(), Hk, M, D, keys.clusters, tiles, words, blocks,
+        TILES=TILES, ROWS=keys.tile, BLOCK_D=block_d,
+        BLOCK_K=min(block_d, 32) if key.element_size() == 4 else block_d, PART=dipole_part(key, block_d),
+        PRECISION=chip.dot_precision(key.dtype), **chip.all_registers,
+    )  # fmt: skip
     return log_squares, taken
 
 
@@ -308,7 +307,7 @@ def choose_keys(
     x: Inputs, exact_heads: torch.Tensor | None, queries: SortedRows, keys: SortedRows, mean_keys: torch.Tensor
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]:
     """`Q̄_j` `(B · H, C, D)`, `log2 d_t²` `(P, M)`, `taken`, and `T_j` `(B · H, C, T)` int32, -1 for no key."""
-    query, key, topk, scale = x.query, x.key, x.topk, x.scale
+    query, key, topk, scale = x.query, x.key, x.topk[0], x.scale
     (B, H), (Hk, _, D) = query.shape[:2], key.shape[1:]
     centroids = query.new_empty(B * H, queries.clusters, D)
     parts = max(1, min(queries.clusters, SUM_PROGRAMS // (B * H)))
@@ -335,19 +334,18 @@ def make_tables(
     dipoles = key.new_empty(P * rows, D, Dv)
     config = tile_config(key, D, Dv, backward=True, two_sums=True)
     if config["COLUMNS"] == 32 and config["ROWS"] == 64 and max(D, Dv) <= 64:
-        config["COLUMNS"] = 64  # half as many steps, each of which waits
+        config["COLUMNS"] = 64  # half as many steps: each waits for the one before
     blocks = -(-rows // config["ROWS"])
-    with on_device_of(key):
-        _bi_clustered_attention_fwd_table_kernel[(P * G * blocks,)](
-            centroids, key, value, log_squares, taken, exact_heads, keys.order, keys.starts, table_keys, table_values,
-            log_mass, bias, *key.stride(), *value.stride(), Hk, rows, M, D, Dv, G, words, blocks, x.scale * LOG2_E,
-            **config,
-        )  # fmt: skip
-        tile = 64 if key.element_size() == 2 else 32
-        row_blocks, blocks = -(-rows // tile), -(-(D * Dv) // 128)
-        _bi_clustered_attention_fwd_dipole_kernel[(P * blocks * row_blocks,)](
-            log_mass, covariances, exact_heads, at_centroid, dipoles, rows, D * Dv, G, blocks, row_blocks,
-            ROWS=tile, COLUMNS=128, BLOCK_G=32, PRECISION=config["PRECISION"], num_warps=8,
-            num_stages=1, **chip_of(key).all_registers,
-        )  # fmt: skip
+    _bi_clustered_attention_fwd_table_kernel[(P * G * blocks,)](
+        centroids, key, value, log_squares, taken, exact_heads, keys.order, keys.starts, table_keys, table_values,
+        log_mass, bias, *key.stride(), *value.stride(), Hk, rows, M, D, Dv, G, words, blocks, x.scale * LOG2_E,
+        **config,
+    )  # fmt: skip
+    tile = 64 if key.element_size() == 2 else 32
+    row_blocks, blocks = -(-rows // tile), -(-(D * Dv) // 128)
+    _bi_clustered_attention_fwd_dipole_kernel[(P * blocks * row_blocks,)](
+        log_mass, covariances, exact_heads, at_centroid, dipoles, rows, D * Dv, G, blocks, row_blocks,
+        ROWS=tile, COLUMNS=128, BLOCK_G=32, PRECISION=config["PRECISION"], num_warps=8,
+        num_stages=1, **chip_of(key).all_registers,
+    )  # fmt: skip
     return table_keys, table_values, log_mass, bias, at_centroid, dipoles

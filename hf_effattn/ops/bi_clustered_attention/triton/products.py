@@ -4,7 +4,7 @@ import torch
 import triton
 import triton.language as tl
 
-from ...shared.triton.chips import block_width, chip_of, on_device_of
+from ...shared.triton.chips import block_width, chip_of
 from ...shared.triton.cluster_table import is_exact
 from ...shared.triton.launch import kernel
 from ...shared.triton.sort import SortedRows
@@ -140,21 +140,20 @@ def cluster_products(
     blocks = -(-D // block_d)
     rows = max(16, min(64, 4096 // block_v) // halves**2)
     if weights is not None and (D % 8 or Dv % 8):
-        rows = max(16, rows // 2)  # number by number they take more registers
+        rows = max(16, rows // 2)  # rows that are loaded number by number take more registers
     num_warps = 8 if block_v > 128 and chip.name == "cuda" else 4
     three_fit = chip.is_large and num_warps == 4 and (weights is not None or halves > 1)  # side by side
     registers = {"maxnreg": 168} if three_fit else chip.all_registers
-    with on_device_of(a):
-        _bi_clustered_attention_products_kernel[(B * H * splits * blocks,)](
-            a, b, members.order, members.starts, mean_a, mean_b, weights, exact_heads, products, sums,
-            *a.stride(), *b.stride(),
-            H, 1 if exact_heads is None else H // exact_heads.shape[1], N, D, Dv,
-            members.clusters, blocks, splits, length, factor,
-            HAS_MEAN_B=mean_b is not None, HAS_WEIGHTS=weights is not None, AVERAGE=parts is None,
-            SAME=a is b and blocks == 1,
-            ROWS=rows, BLOCK_D=block_d, BLOCK_V=block_v,
-            PRECISION=chip.dot_precision(a.dtype), num_warps=num_warps,
-            # With weights there are no registers for rows that are a step further ahead.
-            num_stages=3 if chip.name == "cuda" and weights is None else 2, **registers,
-        )  # fmt: skip
+    _bi_clustered_attention_products_kernel[(B * H * splits * blocks,)](
+        a, b, members.order, members.starts, mean_a, mean_b, weights, exact_heads, products, sums,
+        *a.stride(), *b.stride(),
+        H, 1 if exact_heads is None else H // exact_heads.shape[1], N, D, Dv,
+        members.clusters, blocks, splits, length, factor,
+        HAS_MEAN_B=mean_b is not None, HAS_WEIGHTS=weights is not None, AVERAGE=parts is None,
+        SAME=a is b and blocks == 1,
+        ROWS=rows, BLOCK_D=block_d, BLOCK_V=block_v,
+        PRECISION=chip.dot_precision(a.dtype), num_warps=num_warps,
+        # With weights no registers are left to load rows another step ahead.
+        num_stages=3 if chip.name == "cuda" and weights is None else 2, **registers,
+    )  # fmt: skip
     return products, sums

@@ -12,10 +12,10 @@ from ...shared.triton.tiles import tile_config
 from ..reference import Settings
 from ..sinks import HAVE_GRADIENTS, gradient_of_sinks
 from .clusters import Clusters, find_clusters
+from .distant_keys import attend_to_summaries, choose_keys, late_segments, make_tables, mark_keys
 from .gradients import BackwardPass
 from .layout import Compaction, Layout, Rows
 from .local import attend_near
-from .older import attend_to_summaries, choose_keys, late_segments, make_tables, mark_keys
 
 
 class Saved(NamedTuple):
@@ -25,7 +25,7 @@ class Saved(NamedTuple):
     top: torch.Tensor  # the exact keys of every late segment, `(L · B · H, topk)` int32
     labels: torch.Tensor
     centroids: torch.Tensor
-    past_starts: torch.Tensor
+    previous_starts: torch.Tensor
     # The next three: the late segments' queries, see `SortedRows`
     order: torch.Tensor
     starts: torch.Tensor
@@ -53,13 +53,13 @@ def laid_out(x: Settings, layout: Layout, compaction: Compaction | None) -> Rows
 
 
 def _forward(x: Settings) -> list[torch.Tensor]:
-    """One softmax over the local keys, the exact keys, and what stands for the others at the nearest past centroid."""
+    """One softmax over the local keys, the exact keys, and summaries of the others at the nearest centroid."""
     if x.query.numel() == 0:
         return _fake(x)
     layout = Layout.of(x)
     compaction = None if x.key_mask is None else Compaction.of(x.key_mask)
     rows, output = laid_out(x, layout, compaction), unwritten_output(x.query, x.value)
-    # Of rows behind the last token no kernel reads more than that their weights are 0.
+    # Rows behind the last token have log-sum-exp inf, so that their weights are 0.
     lse = torch.full((rows.heads, layout.padded), inf, dtype=torch.float32, device=output.device)
     attend_near(layout, rows, output, lse, (0, min(layout.first_late, layout.segments)))
     saved = _fake(x)[2:]
@@ -97,7 +97,7 @@ def _fake(x: Settings) -> list[torch.Tensor]:
         top=empty(queries, x.topk),
         labels=empty(queries, n, dtype=torch.int64),
         centroids=empty(queries, C, D, dtype=x.query.dtype),
-        past_starts=empty(queries, C + 2),
+        previous_starts=empty(queries, C + 2),
         order=empty(queries, n),
         starts=empty(queries, C + 2),
         tiles=empty(queries, n // tiles[0] + C + 1),
@@ -125,7 +125,7 @@ def gradients(
         readers = SortedRows(saved.order, saved.starts, saved.tiles, x.clusters, tiles[0])
         keys = SortedRows(saved.key_order, saved.key_starts, saved.key_tiles, x.key_clusters, tiles[1])
         exact = saved.exact if len(saved.exact) else None
-        found = Clusters(saved.labels, saved.centroids, saved.past_starts, readers, keys, None, exact)
+        found = Clusters(saved.labels, saved.centroids, saved.previous_starts, readers, keys, None, exact)
     backward = BackwardPass(layout, rows, layout.queries(grad_output), layout.queries(output), saved.lse)
     backward.run(found, saved.top)
     of_query = backward.query.view(rows.query.shape)[:, :, : layout.length]

@@ -15,8 +15,8 @@ from ...shared.triton.cluster_table import is_exact, load_sizes, load_top
 from ...shared.triton.launch import kernel
 from ...shared.triton.softmax import KIND, add_to_keys, add_to_queries, dot_rows
 from ...shared.triton.tiles import load_operand, load_rows, load_tile, store_rows
+from .distant_keys import load_bits
 from .local import NEAR_KIND
-from .older import load_bits
 
 
 @kernel

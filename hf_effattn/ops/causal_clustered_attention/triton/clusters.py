@@ -1,4 +1,4 @@
-"""What late segments read: clusters of past queries, and the finished keys by cluster, for all segments at once.
+"""What late segments read: clusters of previous queries, and the completed keys by cluster, for all segments at once.
 
 Sizes as in `layout`; `P = B · Hk` key/value heads, `g` query heads that share one, `C` and `G` clusters of queries and
 of a block's keys. What belongs to the late segments has them first: `L · P` problems of keys, `L · P · g` of queries.
@@ -10,24 +10,23 @@ from typing import NamedTuple
 import torch
 import triton.language as tl
 
-from ...bi_clustered_attention.offsets import ERROR_PER_VARIANCE
+from ...bi_clustered_attention.residuals import ERROR_PER_VARIANCE
 from ...bi_clustered_attention.triton.forward import distances_of
 from ...bi_clustered_attention.triton.products import cluster_products
 from ...kmeans.sampling import most_fit_rows
 from ...kmeans.triton import assign, fit, own_clusters
 from ...kmeans.triton.rows import Rows as CountedRows
 from ...kmeans.triton.rows import find_rows
-from ...shared.triton.chips import on_device_of
 from ...shared.triton.launch import kernel
 from ...shared.triton.sort import SortedRows, sort_by_cluster
 from .layout import Layout, Rows
-from .metric import known_centroids, offsets_metrics, prefix_metrics
+from .metric import known_centroids, prefix_metrics, residual_metrics
 
 
 class Clusters(NamedTuple):
-    """Of all late segments."""
+    """Clusters of all late segments."""
 
-    labels: torch.Tensor  # of the past queries, `(L · P · g, n)`
+    labels: torch.Tensor  # of the previous queries, `(L · P · g, n)`
     centroids: torch.Tensor  # `(L · P · g, C, D)` in the dtype of the query
     starts: torch.Tensor  # of their clusters, see `SortedRows`, `(L · P · g, C + 2)`
     readers: SortedRows  # the segments' own queries, by the nearest centroid
@@ -35,20 +34,20 @@ class Clusters(NamedTuple):
     # `log2 d_t²` of every place of a block `(L · P, n)`, -inf without a key; None in a backward pass, and where no
     # summary follows the query
     log_squares: torch.Tensor | None
-    exact: torch.Tensor | None  # `(L, P)`: heads that attend exactly to all older keys; None: none does
+    exact: torch.Tensor | None  # `(L, P)`: heads that attend exactly to all distant keys; None: none does
 
 
 def find_clusters(layout: Layout, rows: Rows, tiles: tuple[int, int]) -> Clusters:
-    """Of these rows; `tiles`: rows of a tile of queries, and of keys."""
+    """Clusters of these rows; `tiles`: rows of a tile of queries, and of keys."""
     settings, L, (_, _, _, D) = layout.settings, layout.late, rows.query.shape
     P, g, n, C = rows.heads // rows.group, rows.group, settings.segment_length, settings.clusters
-    past = layout.past(rows.query)
+    previous = layout.of_segments(rows.query, layout.first_previous, L)
     blocks, key_mask = layout.of_segments(rows.key, 0, L), layout.key_mask()
     metric = None if C == 1 else prefix_metrics(layout, rows)
-    labels = kmeans_labels(past, None, metric, C, layout)
+    labels = kmeans_labels(previous, None, metric, C, layout)
     queries = sort_by_cluster(labels, None, C, tiles[0])
     centroids = rows.query.new_empty(L * P * g, C, D)
-    products, _ = cluster_products(past, past, queries, centroids, parts=1)
+    products, _ = cluster_products(previous, previous, queries, centroids, parts=1)
     chosen = labels.view(L, P * g, n)
     if metric is not None:
         chosen = torch.empty_like(chosen)
@@ -56,10 +55,10 @@ def find_clusters(layout: Layout, rows: Rows, tiles: tuple[int, int]) -> Cluster
         assign(own, CountedRows(n, n), known_centroids(centroids, queries.starts, metric), chosen)
     readers = sort_by_cluster(chosen, None, C, tiles[0])
 
-    key_metric = offsets_metrics(layout, rows, products) if settings.key_clusters > 1 else None
+    key_metric = residual_metrics(layout, rows, products) if settings.key_clusters > 1 else None
     key_labels = kmeans_labels(blocks, key_mask, key_metric, settings.key_clusters, layout)
     keys = sort_by_cluster(key_labels, key_mask, settings.key_clusters, tiles[1])
-    if not settings.first_order:
+    if not settings.linear_summaries:
         return Clusters(labels.view(L * P * g, n), centroids, queries.starts, readers, keys, None, None)
     mean_keys = torch.empty(L * P, settings.key_clusters, D, dtype=torch.float32, device=centroids.device)
     spread, _ = cluster_products(blocks, blocks, keys, mean_keys, parts=1)
@@ -128,16 +127,15 @@ def too_far(
 ) -> torch.Tensor:
     """The late segments `(L, P)` in which the predicted error is larger than `max_predicted_error`: boolean.
 
-    `products` are those of offsets `(L · P · g, D, D)` from clusters that begin at `starts`, `spread` those of a
+    `products` are those of residuals `(L · P · g, D, D)` from clusters that begin at `starts`, `spread` those of a
     block's keys in their clusters `(L · P, D, D)`.
     """
     settings = layout.settings
     exact = torch.empty(layout.late, rows.heads // rows.group, dtype=torch.bool, device=spread.device)
     group = 1 << (rows.group - 1).bit_length()
-    with on_device_of(spread):
-        _causal_error_kernel[(exact.numel(),)](
-            products, spread, starts, exact, exact.shape[1], rows.group, spread[0].numel(), settings.clusters,
-            settings.segment_length, layout.shift, settings.scale**2 * ERROR_PER_VARIANCE,
-            settings.max_predicted_error, GROUP=group, BLOCK=max(64, 4096 // group),
-        )  # fmt: skip
+    _causal_error_kernel[(exact.numel(),)](
+        products, spread, starts, exact, exact.shape[1], rows.group, spread[0].numel(), settings.clusters,
+        settings.segment_length, layout.shift, settings.scale**2 * ERROR_PER_VARIANCE,
+        settings.max_predicted_error, GROUP=group, BLOCK=max(64, 4096 // group),
+    )  # fmt: skip
     return exact

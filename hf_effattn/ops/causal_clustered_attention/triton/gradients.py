@@ -2,7 +2,7 @@
 
 import torch
 
-from ...shared.triton.chips import block_width, on_device_of
+from ...shared.triton.chips import block_width
 from ...shared.triton.cluster_table import _cluster_table_bwd_summary_kernel, table_config
 from ...shared.triton.tiles import LOG2_E, tile_config
 from .backward import (
@@ -14,8 +14,8 @@ from .backward import (
     _causal_attention_bwd_top_kernel,
 )
 from .clusters import Clusters
+from .distant_keys import Late, late_segments, make_tables, mark_keys
 from .layout import Layout, Rows
-from .older import Late, late_segments, make_tables, mark_keys
 
 
 class BackwardPass:
@@ -41,24 +41,23 @@ class BackwardPass:
         self.seed = settings.dropout_seed
         self.config = tile_config(rows.query, self.D, self.Dv, backward=True)
         self.sums_config = tile_config(rows.query, self.D, self.Dv, backward=True, two_sums=True)
-        # What is drawn for dropout takes the registers of half of the columns.
+        # Dropout's random numbers take the registers of half of the columns.
         fewer = {"COLUMNS": 16} if settings.dropout_seed is not None else {}
         self.near_config = self.sums_config | fewer
         self.key_config = table_config(rows.query, self.D, self.Dv)
 
     def run(self, found: Clusters | None, top: torch.Tensor) -> None:
-        """All of it, by what the forward pass found: `found` is None where no segment is late."""
+        """Launch everything. `found`: what the forward pass found, None where no segment is late."""
         layout, rows = self.layout, self.rows
-        with on_device_of(rows.query):
-            self._near_queries((0, min(layout.first_late, layout.segments)))
-            self._near_keys(None if found is None else found.exact)
-            if found is None:
-                return
-            for late in late_segments(layout, rows, found):
-                own = late.own(top)
-                self._near_queries((layout.first_late + late.first, late.segments), own, late.exact)
-                self._exact_keys(late, own)
-                self._older(found, late, own)
+        self._near_queries((0, min(layout.first_late, layout.segments)))
+        self._near_keys(None if found is None else found.exact)
+        if found is None:
+            return
+        for late in late_segments(layout, rows, found):
+            own = late.own(top)
+            self._near_queries((layout.first_late + late.first, late.segments), own, late.exact)
+            self._exact_keys(late, own)
+            self._distant(found, late, own)
 
     def _near_queries(
         self, segments: tuple[int, int], top: torch.Tensor | None = None, exact: torch.Tensor | None = None
@@ -84,7 +83,7 @@ class BackwardPass:
         )  # fmt: skip
 
     def _exact_keys(self, late: Late, top: torch.Tensor) -> None:
-        """Of heads in some late segments the exact keys, `(L · B · H, topk)`."""
+        """Gradients of the exact keys `(L · B · H, topk)` of some late segments."""
         layout, rows, topk = self.layout, self.rows, top.shape[1]
         if not topk:
             return
@@ -96,15 +95,15 @@ class BackwardPass:
             layout.first_late + late.first, layout.settings.segment_length, topk, blocks, *self.factors,
             **self.near_config,
         )  # fmt: skip
-        # Places without a key hold 0 and may go anywhere.
+        # Places without a key hold 0, so they may be added to any row.
         first = torch.arange(len(self.keys), device=top.device) * self.keys.shape[1]
         first = first.repeat_interleave(rows.group).repeat(late.segments)[:, None]
         self.keys.view(-1, self.keys.shape[2]).index_add_(
             0, (top.clamp(min=0) + first).flatten(), shares.flatten(0, 1)
         )
 
-    def _older(self, found: Clusters, late: Late, top: torch.Tensor) -> None:
-        """Through the tables of some late segments."""
+    def _distant(self, found: Clusters, late: Late, top: torch.Tensor) -> None:
+        """Gradients through the tables of some late segments."""
         layout, rows, (D, Dv), group = self.layout, self.rows, (self.D, self.Dv), self.rows.group
         C, G = late.centroids.shape[1], found.keys.clusters
         n, blocks = layout.settings.segment_length, late.blocks
@@ -126,7 +125,7 @@ class BackwardPass:
             constant, *query.stride(), *grad.stride(), rows.heads, group, n, D, Dv, C, columns, 0, row_blocks,
             *self.factors, **summary_config,
         )  # fmt: skip
-        if not layout.settings.first_order:
+        if not layout.settings.linear_summaries:
             table_grad_keys.zero_()
         tiles = readers.tiles.shape[1]
         _causal_attention_bwd_older_query_kernel[(len(late.centroids) * tiles,)](
@@ -151,13 +150,13 @@ class BackwardPass:
             *sizes, row_blocks, *self.factors[:2],
             **key_config | ({"num_stages": 1} if rows.key.element_size() == 4 else {}),
         )  # fmt: skip
-        self._past_queries(found, late, parts.sum(dim=1))
+        self._previous_queries(found, late, parts.sum(dim=1))
 
-    def _past_queries(self, found: Clusters, late: Late, grad_centroids: torch.Tensor) -> None:
-        """Each gets its share of the gradient of its centroid, `(L · B · H · C, D)`."""
+    def _previous_queries(self, found: Clusters, late: Late, grad_centroids: torch.Tensor) -> None:
+        """Give each previous query its share of the gradient of its centroid, `(L · B · H · C, D)`."""
         layout, labels = self.layout, late.own(found.labels)
         sizes = late.starts[:, :-1].diff(dim=1)
         of_members = grad_centroids / sizes.view(-1, 1).clamp(min=1)
         shares = of_members.view(len(labels), -1, self.D).gather(1, labels[..., None].expand(-1, -1, self.D))
-        past = layout.of_segments(self.query[None], layout.first_past + late.first, late.segments)
-        past += shares.view_as(past)
+        previous = layout.of_segments(self.query[None], layout.first_previous + late.first, late.segments)
+        previous += shares.view_as(previous)

@@ -1,6 +1,6 @@
-"""Rows as the kernels of the causal form take them: tokens that count first, whole segments, blocks of finished keys.
+"""Rows as the kernels of the causal form take them: tokens that count first, whole segments, blocks of completed keys.
 
-Sizes: `B` batch, `H` query heads, `Hk` key/value heads, `N` tokens, `n` tokens of a segment, `L` segments with older
+Sizes: `B` batch, `H` query heads, `Hk` key/value heads, `N` tokens, `n` tokens of a segment, `L` segments with distant
 keys. Each of these is the first to see `n` keys over clusters, its block; the first block may begin with places
 without a key, as many as `shift`.
 """
@@ -16,12 +16,12 @@ from ..reference import Settings
 
 @dataclass(frozen=True)
 class Layout:
-    """What is where, of an op's settings; depends on no number but the sizes."""
+    """Where segments and blocks lie, for an op's settings; it depends on sizes alone."""
 
     settings: Settings
     length: int  # `N`
     segments: int  # of `n` tokens, the last may be short
-    first_late: int  # the first segment with older keys
+    first_late: int  # the first segment with distant keys
 
     @classmethod
     def of(cls, settings: Settings) -> "Layout":
@@ -59,13 +59,9 @@ class Layout:
         return own.unflatten(1, (count, n)).transpose(0, 1)
 
     @property
-    def first_past(self) -> int:
+    def first_previous(self) -> int:
         """The first segment whose queries' clusters are read; a late segment reads those of the one before it."""
         return self.first_late - 1
-
-    def past(self, query: torch.Tensor) -> torch.Tensor:
-        """The queries whose clusters the late segments read, `(L, B · H, n, D)`."""
-        return self.of_segments(query, self.first_past, self.late)
 
     def key_mask(self) -> torch.Tensor | None:
         """Places of the blocks that hold a key, `(L, n)`; None: all do."""

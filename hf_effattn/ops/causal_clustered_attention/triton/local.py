@@ -1,11 +1,10 @@
-"""Causal attention to the nearest keys, and to a few older ones that a segment shares, on a GPU."""
+"""Causal attention to the nearest keys, and to a few distant ones that a segment shares, on a GPU."""
 
 from typing import Any
 
 import torch
 import triton.language as tl
 
-from ...shared.triton.chips import on_device_of
 from ...shared.triton.cluster_table import is_exact, load_top
 from ...shared.triton.launch import kernel
 from ...shared.triton.softmax import CENTROID_KIND, attend
@@ -104,12 +103,13 @@ def attend_near(
     (query, key, value), settings, (first, count) = rows, layout.settings, segments
     H, D, Dv = query.shape[1], query.shape[3], value.shape[3]
     config = forward_config(settings, query, Dv)
-    config["num_stages"] = min(2, config["num_stages"])  # of two loops: more ahead would leave room for two programs
+    config["num_stages"] = min(
+        2, config["num_stages"]
+    )  # with two loops, a third stage would leave room for two programs only
     tiles, topk = -(-settings.segment_length // config["ROWS"]), 0 if top is None else top.shape[1]
-    with on_device_of(query):
-        _causal_attention_fwd_near_kernel[(rows.heads * count * tiles,)](
-            query, key, value, settings.dropout_seed, settings.sinks, top if topk else None, exact, output, lse,
-            *output.stride(),
-            H, rows.group, layout.length, layout.padded, key.shape[2], D, Dv, first, settings.segment_length,
-            settings.window, layout.shift, topk, count, tiles, settings.scale * LOG2_E, settings.dropout_p, **config,
-        )  # fmt: skip
+    _causal_attention_fwd_near_kernel[(rows.heads * count * tiles,)](
+        query, key, value, settings.dropout_seed, settings.sinks, top if topk else None, exact, output, lse,
+        *output.stride(),
+        H, rows.group, layout.length, layout.padded, key.shape[2], D, Dv, first, settings.segment_length,
+        settings.window, layout.shift, topk, count, tiles, settings.scale * LOG2_E, settings.dropout_p, **config,
+    )  # fmt: skip

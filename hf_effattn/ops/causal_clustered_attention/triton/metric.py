@@ -10,7 +10,7 @@ from ...cluster_queries.reference import METRIC_RIDGE
 from ...kmeans.triton import Centroids
 from ...kmeans.triton.rows import finite
 from ...kmeans.triton.seeding import for_products, load_metric
-from ...shared.triton.chips import block_width, chip_of, on_device_of
+from ...shared.triton.chips import block_width, chip_of
 from ...shared.triton.launch import kernel
 from .layout import Layout, Rows
 
@@ -133,7 +133,7 @@ def _causal_directions_kernel(
 
 
 def prefix_metrics(layout: Layout, rows: Rows) -> torch.Tensor:
-    """Of every late segment the metric of all keys that are older, `(L · P, D, D)` float32."""
+    """Of every late segment the metric of all distant keys, `(L · P, D, D)` float32."""
     key, n = rows.key, layout.settings.segment_length
     P, D = key.shape[0] * key.shape[1], key.shape[3]
     chip, block_d, wide = chip_of(key), block_width(D), key.dtype == torch.float32
@@ -141,17 +141,16 @@ def prefix_metrics(layout: Layout, rows: Rows) -> torch.Tensor:
     sums = torch.empty(layout.late * P, D, dtype=torch.float32, device=key.device)
     most = 64 if wide or not chip.is_large else 128
     part = min(32 if wide and block_d > 128 else 64, block_d)
-    with on_device_of(key):
-        _causal_metric_products_kernel[(layout.late * P * -(-D // part),)](
-            key, products, sums, P, key.shape[2], D, n, layout.shift, -(-D // part),
-            WIDE=wide, ROWS=max(16, min(most, 64 * most // block_d)), PART=part, BLOCK_D=block_d,
-            PRECISION=chip.dot_precision(torch.float32), num_warps=8, num_stages=1, **chip.all_registers,
-        )  # fmt: skip
+    _causal_metric_products_kernel[(layout.late * P * -(-D // part),)](
+        key, products, sums, P, key.shape[2], D, n, layout.shift, -(-D // part),
+        WIDE=wide, ROWS=max(16, min(most, 64 * most // block_d)), PART=part, BLOCK_D=block_d,
+        PRECISION=chip.dot_precision(torch.float32), num_warps=8, num_stages=1, **chip.all_registers,
+    )  # fmt: skip
     return _normalised(layout, rows, products, sums, metric)
 
 
-def offsets_metrics(layout: Layout, rows: Rows, products: torch.Tensor) -> torch.Tensor:
-    """Of every late segment the metric of the offsets with these products `(L · P · g, D, D)`: `(L · P, D, D)`."""
+def residual_metrics(layout: Layout, rows: Rows, products: torch.Tensor) -> torch.Tensor:
+    """Of every late segment the metric of the residuals with these products `(L · P · g, D, D)`: `(L · P, D, D)`."""
     metric = torch.empty(len(products) // rows.group, *products.shape[1:], dtype=torch.float32, device=products.device)
     return _normalised(layout, rows, products, None, metric)
 
@@ -161,11 +160,10 @@ def _normalised(
 ) -> torch.Tensor:
     """`metric`, written."""
     D, parts = metric.shape[2], -(-metric.shape[2] // COLUMNS)
-    with on_device_of(metric):
-        _causal_metric_kernel[(len(metric) * parts,)](
-            products, sums, metric, rows.heads // rows.group, rows.group, D, layout.settings.segment_length,
-            layout.shift, parts, PREFIX=sums is not None, RIDGE=METRIC_RIDGE, COLUMNS=COLUMNS, BLOCK_D=block_width(D),
-        )  # fmt: skip
+    _causal_metric_kernel[(len(metric) * parts,)](
+        products, sums, metric, rows.heads // rows.group, rows.group, D, layout.settings.segment_length,
+        layout.shift, parts, PREFIX=sums is not None, RIDGE=METRIC_RIDGE, COLUMNS=COLUMNS, BLOCK_D=block_width(D),
+    )  # fmt: skip
     return metric
 
 
@@ -176,10 +174,9 @@ def known_centroids(centroids: torch.Tensor, starts: torch.Tensor, metric: torch
     directions = torch.empty_like(centroids)
     half_norms = torch.empty(problems, C, dtype=torch.float32, device=centroids.device)
     rows = min(32, block_width(C))
-    with on_device_of(centroids):
-        _causal_directions_kernel[(problems * -(-C // rows),)](
-            centroids, starts, metric, directions, half_norms, problems // len(metric), C, D, -(-C // rows),
-            ROWS=rows, PART=min(32, block_d), BLOCK_D=block_d, PRECISION=chip.dot_precision(torch.float32),
-            num_warps=8 if block_d > 128 else 4, num_stages=1, **chip.all_registers,
-        )  # fmt: skip
+    _causal_directions_kernel[(problems * -(-C // rows),)](
+        centroids, starts, metric, directions, half_norms, problems // len(metric), C, D, -(-C // rows),
+        ROWS=rows, PART=min(32, block_d), BLOCK_D=block_d, PRECISION=chip.dot_precision(torch.float32),
+        num_warps=8 if block_d > 128 else 4, num_stages=1, **chip.all_registers,
+    )  # fmt: skip
     return Centroids(centroids, centroids, directions, half_norms)

@@ -11,19 +11,20 @@ import torch
 from ...shared.gradients import register_op
 from ...shared.tables import empty_output, unwritten_output
 from ...shared.triton.centroids import centroid_pass
-from ...shared.triton.chips import block_width, on_device_of
+from ...shared.triton.chips import block_width
 from ...shared.triton.cluster_table import _cluster_table_bwd_query_kernel, add_exact_keys
 from ...shared.triton.cluster_table_forward import _cluster_table_fwd_kernel, blocks_of_queries
 from ...shared.triton.sort import SortedRows, cluster_means, empty_sorted, sort_by_cluster
 from ...shared.triton.tiles import LOG2_E, tile_config
 from ..reference import Inputs
-from .backward import (
+from .centroid_backward import by_key, centroid_backward
+from .kernels import (
     _clustered_attention_bwd_query_kernel,
+    _clustered_attention_fwd_kernel,
     _improved_clustered_attention_bwd_cluster_kernel,
     _improved_clustered_attention_bwd_dot_kernel,
+    _improved_clustered_attention_fwd_rest_kernel,
 )
-from .centroid_backward import by_key, centroid_backward
-from .forward import _clustered_attention_fwd_kernel, _improved_clustered_attention_fwd_rest_kernel
 
 TILE = 64  # queries that one program copies to
 ONLY_TOP_KEYS = {"HAS_SUMMARIES": False, "HAS_REST": True}
@@ -82,28 +83,27 @@ def forward(x: Inputs) -> list[torch.Tensor]:
         for size in ((clusters,), (clusters, Dv), (clusters if topk else 0,), (N if topk else 0,))
     )
     tiles, splits = members.tiles.shape[1], found.lse.shape[1]
-    with on_device_of(query):
-        if B and topk == 0:
-            _clustered_attention_fwd_kernel[(B * H * tiles,)](
-                found.values, found.lse, members.order, members.starts, members.tiles, output, rest, lse,
-                *output.stride(), H, N, Dv, clusters, tiles, splits, TILE=TILE, BLOCK_V=block_width(Dv),
-            )  # fmt: skip
-        elif B:
-            config = tile_config(query, D, Dv)
-            if topk <= 32:
-                config["COLUMNS"] = min(32, config["COLUMNS"])
-            blocks, sizes = blocks_of_queries(query, clusters, topk, 0, config)
-            _improved_clustered_attention_fwd_rest_kernel[(B * H * clusters,)](
-                found.values, found.lse, found.top, found.top_scores, value, dropout_seed, rest, mass, lse,
-                *value.stride(), Hk, H // Hk * clusters, M, Dv, topk, splits, dropout_p,
-                BLOCK_T=max(8, 2048 // config["BLOCK_V"]), BLOCK_V=config["BLOCK_V"],
-            )  # fmt: skip
-            _cluster_table_fwd_kernel[(B * H * blocks[0],)](
-                query, key, value, dropout_seed, None, members.order, members.starts, found.top, mass,
-                rest, *[None] * 5, output, top_lse, None, *query.stride(), *key.stride(), *value.stride(),
-                *output.stride(), H, H // Hk, N, D, Dv, clusters, 0, *blocks, topk, scale, scale * LOG2_E, dropout_p,
-                **ONLY_TOP_KEYS, **sizes, **config,
-            )  # fmt: skip
+    if topk == 0:
+        _clustered_attention_fwd_kernel[(B * H * tiles,)](
+            found.values, found.lse, members.order, members.starts, members.tiles, output, rest, lse,
+            *output.stride(), H, N, Dv, clusters, tiles, splits, TILE=TILE, BLOCK_V=block_width(Dv),
+        )  # fmt: skip
+    else:
+        config = tile_config(query, D, Dv)
+        if topk <= 32:
+            config["COLUMNS"] = min(32, config["COLUMNS"])
+        blocks, sizes = blocks_of_queries(query, clusters, topk, 0, config)
+        _improved_clustered_attention_fwd_rest_kernel[(B * H * clusters,)](
+            found.values, found.lse, found.top, found.top_scores, value, dropout_seed, rest, mass, lse,
+            *value.stride(), Hk, H // Hk * clusters, M, Dv, topk, splits, dropout_p,
+            BLOCK_T=max(8, 2048 // config["BLOCK_V"]), BLOCK_V=config["BLOCK_V"],
+        )  # fmt: skip
+        _cluster_table_fwd_kernel[(B * H * blocks[0],)](
+            query, key, value, dropout_seed, None, members.order, members.starts, found.top, mass,
+            rest, *[None] * 5, output, top_lse, None, *query.stride(), *key.stride(), *value.stride(),
+            *output.stride(), H, H // Hk, N, D, Dv, clusters, 0, *blocks, topk, scale, scale * LOG2_E, dropout_p,
+            **ONLY_TOP_KEYS, **sizes, **config,
+        )  # fmt: skip
     top, top_scores = (table.view(B * H, clusters, topk) for table in (found.top, found.top_scores))
     sorted_rows = members.order, members.starts, members.tiles
     return [output, *Saved(*sorted_rows, centroids, lse, rest, top, top_scores, mass, top_lse)]
@@ -133,18 +133,17 @@ def gradients(
         row_dot, extra = torch.empty_like(saved.top_lse), torch.empty_like(saved.top_scores)
         delta, correction = torch.empty_like(saved.lse), torch.empty_like(saved.centroids)
         block_d, block_v = block_width(D), block_width(Dv)
-        with on_device_of(query):
-            _improved_clustered_attention_bwd_dot_kernel[(B * H * tiles,)](
-                query, key, value, grad_output, dropout_seed, *sorted_tiles, saved.top, saved.top_lse, row_dot,
-                *strides, H, H // Hk, N, D, Dv, clusters, tiles, topk, scale * LOG2_E, dropout_p,
-                **config,
-            )  # fmt: skip
-            _improved_clustered_attention_bwd_cluster_kernel[(B * H * clusters,)](
-                key, value, dropout_seed, saved.order, saved.starts, saved.top, saved.top_scores, saved.lse,
-                saved.rest, saved.mass, grads, row_dot, delta, extra, correction, *key.stride(), *value.stride(),
-                Hk, H // Hk * clusters, N, M, D, Dv, clusters, topk, scale, dropout_p,
-                BLOCK_N=128, BLOCK_T=max(8, 2048 // max(block_d, block_v)), BLOCK_D=block_d, BLOCK_V=block_v,
-            )  # fmt: skip
+        _improved_clustered_attention_bwd_dot_kernel[(B * H * tiles,)](
+            query, key, value, grad_output, dropout_seed, *sorted_tiles, saved.top, saved.top_lse, row_dot,
+            *strides, H, H // Hk, N, D, Dv, clusters, tiles, topk, scale * LOG2_E, dropout_p,
+            **config,
+        )  # fmt: skip
+        _improved_clustered_attention_bwd_cluster_kernel[(B * H * clusters,)](
+            key, value, dropout_seed, saved.order, saved.starts, saved.top, saved.top_scores, saved.lse,
+            saved.rest, saved.mass, grads, row_dot, delta, extra, correction, *key.stride(), *value.stride(),
+            Hk, H // Hk * clusters, N, M, D, Dv, clusters, topk, scale, dropout_p,
+            BLOCK_N=128, BLOCK_T=max(8, 2048 // max(block_d, block_v)), BLOCK_D=block_d, BLOCK_V=block_v,
+        )  # fmt: skip
     else:
         with torch.autocast(query.device.type, enabled=False):
             delta = torch.linalg.vecdot(saved.rest, grads)
@@ -153,19 +152,18 @@ def gradients(
     if topk:
         rest = saved.centroids, grads, saved.lse, saved.mass, saved.top_scores, extra
         add_exact_keys(x, grad_output, members, saved.top, saved.top_lse, row_dot, sums, columns=topk, rest=rest)
-    with on_device_of(query):
-        if topk:
-            _cluster_table_bwd_query_kernel[(B * H * tiles,)](
-                query, key, value, grad_output, dropout_seed, None, *sorted_tiles, saved.top, saved.top_lse, row_dot,
-                saved.mass, correction, *[None] * 7, grad_centroids, grad_query, *strides, *grad_query.stride(),
-                H, H // Hk, N, D, Dv, clusters, 0, tiles, topk, splits, scale, scale * LOG2_E, dropout_p,
-                PART=16, **ONLY_TOP_KEYS, **config,
-            )  # fmt: skip
-        else:
-            _clustered_attention_bwd_query_kernel[(B * H * tiles,)](
-                grad_centroids, *sorted_tiles, grad_query, *grad_query.stride(),
-                H, N, D, clusters, tiles, splits, TILE=TILE, BLOCK_D=block_width(D),
-            )  # fmt: skip
+    if topk:
+        _cluster_table_bwd_query_kernel[(B * H * tiles,)](
+            query, key, value, grad_output, dropout_seed, None, *sorted_tiles, saved.top, saved.top_lse, row_dot,
+            saved.mass, correction, *[None] * 7, grad_centroids, grad_query, *strides, *grad_query.stride(),
+            H, H // Hk, N, D, Dv, clusters, 0, tiles, topk, splits, scale, scale * LOG2_E, dropout_p,
+            PART=16, **ONLY_TOP_KEYS, **config,
+        )  # fmt: skip
+    else:
+        _clustered_attention_bwd_query_kernel[(B * H * tiles,)](
+            grad_centroids, *sorted_tiles, grad_query, *grad_query.stride(),
+            H, N, D, clusters, tiles, splits, TILE=TILE, BLOCK_D=block_width(D),
+        )  # fmt: skip
     for target, of_rows in zip(of_keys, by_key(sums, key, value), strict=True):
         target.copy_(of_rows)
     return grad_query, of_keys[0], of_keys[1]

@@ -10,7 +10,6 @@ import torch
 import triton.language as tl
 
 from ...shared.triton.centroids import split_count
-from ...shared.triton.chips import on_device_of
 from ...shared.triton.cluster_table import load_sizes
 from ...shared.triton.dropout import dropout_factor
 from ...shared.triton.launch import kernel
@@ -151,21 +150,18 @@ def centroid_backward(
     grad_centroids = key.new_empty(B * Hk * rows, splits, D, dtype=torch.float32)
     key_blocks = -(-M // key_config["ROWS"])
     mean_size = max(1.0, members.order.shape[1] / members.clusters)
-    with on_device_of(key):
-        if B * Hk * key_blocks:
-            _clustered_attention_bwd_key_kernel[(B * Hk * key_blocks,)](
-                centroids, key, value, key_mask, dropout_seed, grads, lse, delta, members.starts, grad_key, grad_value,
-                *key.stride(), *value.stride(), *mask_strides, *grad_key.stride(), *grad_value.stride(),
-                Hk, rows, M, D, Dv, members.clusters, key_blocks, mean_size, x.scale, x.scale * LOG2_E, x.dropout_p,
-                **key_config,
-            )  # fmt: skip
-        if B * Hk * blocks:
-            _clustered_attention_bwd_centroid_kernel[(B * Hk * blocks * splits,)](
-                centroids, key, value, key_mask, dropout_seed, grads, lse, delta, grad_centroids,
-                *key.stride(), *value.stride(), *mask_strides,
-                Hk, rows, M, D, Dv, blocks, splits, split_length, x.scale, x.scale * LOG2_E, x.dropout_p,
-                **config,
-            )  # fmt: skip
+    _clustered_attention_bwd_key_kernel[(B * Hk * key_blocks,)](
+        centroids, key, value, key_mask, dropout_seed, grads, lse, delta, members.starts, grad_key, grad_value,
+        *key.stride(), *value.stride(), *mask_strides, *grad_key.stride(), *grad_value.stride(),
+        Hk, rows, M, D, Dv, members.clusters, key_blocks, mean_size, x.scale, x.scale * LOG2_E, x.dropout_p,
+        **key_config,
+    )  # fmt: skip
+    _clustered_attention_bwd_centroid_kernel[(B * Hk * blocks * splits,)](
+        centroids, key, value, key_mask, dropout_seed, grads, lse, delta, grad_centroids,
+        *key.stride(), *value.stride(), *mask_strides,
+        Hk, rows, M, D, Dv, blocks, splits, split_length, x.scale, x.scale * LOG2_E, x.dropout_p,
+        **config,
+    )  # fmt: skip
     return grad_centroids, sums
 
 

@@ -8,14 +8,14 @@ from dataclasses import dataclass
 import torch
 
 from ...shared.gradients import register_op
-from ...shared.triton.chips import Chip, block_width, chip_of, on_device_of
+from ...shared.triton.chips import Chip, block_width, chip_of
 from ..reference import Inputs, empty_clusters
 from ..sampling import KERNEL_SEEDING, SHARE_BITS, first_seed_share, most_fit_rows
 from .lloyd import _kmeans_assign_kernel, _kmeans_update_kernel
 from .rows import Rows, find_rows
 from .seeding import _kmeans_seed_kernel
 
-# Of a round in one launch: clusters at most, all of which a program holds, and fitted rows that it labels.
+# For a round in one launch: the most clusters, all held by one program, and the fitted rows that it labels.
 MOST_HELD, PART = 128, 256
 
 
@@ -32,7 +32,7 @@ class Centroids:
 def assign_blocks(block_d: int, wide: bool, shared_memory: int) -> tuple[int, int, int, int, int]:
     """`(BLOCK_N, BLOCK_C, BLOCK_D, num_warps, num_stages)` of the assignment.
 
-    `wide`: products are of float32. A row that would not fit into registers is walked in parts.
+    `wide`: products are of float32. A row that does not fit into registers is read in parts.
     """
     stages = 1 if shared_memory <= 64 * 1024 else 2
     if block_d > (64 if wide else 128):
@@ -45,7 +45,7 @@ def update_blocks(block_d: int, wide: bool, chip: Chip, clusters: int) -> dict[s
     if wide or block_d > 64:
         sizes = 16, 32, min(block_d, 32), 8 if block_d > 128 else 4, 1
     else:
-        # Few clusters are shared by more programs; of many each would read all rows once more.
+        # Few clusters are split over more programs. With many, each of those would read all rows once more.
         large = (16, 256, block_d, 8, 3) if clusters <= 64 else (32, 256, block_d, 8, 2)
         sizes = large if chip.is_large else (16, 128, block_d, 4, 3)
     return dict(zip(("BLOCK_C", "BLOCK_R", "BLOCK_K", "num_warps", "num_stages"), sizes, strict=True))
@@ -72,7 +72,7 @@ def fit(
     result = Centroids(origin, centroids, directions, half_norms)
     per_metric = 1 if metric is None else P // metric.shape[0]
     groups = -(-clusters // 16) if binary else KERNEL_SEEDING.groups(clusters)
-    # Once a program has arrived, NVIDIA's chips make sure that what it stored before is seen: AMD's barrier does not.
+    # On NVIDIA's chips, what a program stored is visible once it has arrived. AMD's barrier does not ensure that.
     in_one_launch = chip.is_large and not wide and block_d <= 64 and clusters <= MOST_HELD
     update = update_blocks(block_d, wide, chip, clusters) | chip.all_registers
     if in_one_launch:
@@ -82,22 +82,21 @@ def fit(
     labels = torch.empty(P, R * (not in_one_launch), dtype=torch.int32, device=points.device)
     arrived = torch.empty(P, dtype=torch.int32, device=points.device)
     strided_points = points, *points.stride()
-    with on_device_of(points):
-        _kmeans_seed_kernel[(P * groups,)](
-            *strided_points, rows.fit, rows.counts, metric, origin, centroids, directions, half_norms, arrived,
-            H, per_metric, rows.total, R, KERNEL_SEEDING.most_rows(clusters), groups, clusters, D,
-            first_seed_share(seed), SHARE_BITS=SHARE_BITS, ROWS=KERNEL_SEEDING.rows, SEEDS=16,
-            BLOCK_K=min(block_d, 16 if wide else 32), PRECISION=chip.dot_precision(torch.float32), BINARY=binary,
+    _kmeans_seed_kernel[(P * groups,)](
+        *strided_points, rows.fit, rows.counts, metric, origin, centroids, directions, half_norms, arrived,
+        H, per_metric, rows.total, R, KERNEL_SEEDING.most_rows(clusters), groups, clusters, D,
+        first_seed_share(seed), SHARE_BITS=SHARE_BITS, ROWS=KERNEL_SEEDING.rows, SEEDS=16,
+        BLOCK_K=min(block_d, 16 if wide else 32), PRECISION=chip.dot_precision(torch.float32), BINARY=binary,
+    )  # fmt: skip
+    for _ in range(iterations):
+        if not in_one_launch:
+            assign(points, rows, result, labels, fitted_only=True)
+        _kmeans_update_kernel[(P * blocks * splits,)](
+            *strided_points, rows.fit, labels, metric, origin, centroids, directions, half_norms,
+            sums, sizes, arrived, H, per_metric, rows.total, R, blocks, splits, PART if in_one_launch else R,
+            clusters, D, LABELS=in_one_launch, PARTS=4, BLOCK_D=block_d,
+            PRECISION=chip.dot_precision(torch.float32), BINARY=binary, **update,
         )  # fmt: skip
-        for _ in range(iterations):
-            if not in_one_launch:
-                assign(points, rows, result, labels, fitted_only=True)
-            _kmeans_update_kernel[(P * blocks * splits,)](
-                *strided_points, rows.fit, labels, metric, origin, centroids, directions, half_norms,
-                sums, sizes, arrived, H, per_metric, rows.total, R, blocks, splits, PART if in_one_launch else R,
-                clusters, D, LABELS=in_one_launch, PARTS=4, BLOCK_D=block_d,
-                PRECISION=chip.dot_precision(torch.float32), BINARY=binary, **update,
-            )  # fmt: skip
     return result
 
 
@@ -111,14 +110,13 @@ def assign(
     wide = centroids.directions.dtype == torch.float32
     clusters = centroids.directions.shape[1]
     block_n, block_c, part_d, num_warps, num_stages = assign_blocks(block_d, wide, chip.shared_memory)
-    with on_device_of(points):
-        _kmeans_assign_kernel[(B * H * -(-length // block_n),)](
-            points, *points.stride(), rows.fit, rows.counts, rows.ranks, centroids.directions, centroids.half_norms,
-            labels, H, rows.total, length, clusters, D,
-            HAS_ROWS=fitted_only, SPLIT=part_d < block_d,
-            BLOCK_N=block_n, BLOCK_C=block_c, BLOCK_D=part_d, PRECISION=chip.dot_precision(points.dtype),
-            num_warps=num_warps, num_stages=num_stages, **chip.all_registers,
-        )  # fmt: skip
+    _kmeans_assign_kernel[(B * H * -(-length // block_n),)](
+        points, *points.stride(), rows.fit, rows.counts, rows.ranks, centroids.directions, centroids.half_norms,
+        labels, H, rows.total, length, clusters, D,
+        HAS_ROWS=fitted_only, SPLIT=part_d < block_d,
+        BLOCK_N=block_n, BLOCK_C=block_c, BLOCK_D=part_d, PRECISION=chip.dot_precision(points.dtype),
+        num_warps=num_warps, num_stages=num_stages, **chip.all_registers,
+    )  # fmt: skip
 
 
 def own_clusters(points: torch.Tensor, mask: torch.Tensor | None) -> torch.Tensor:

@@ -6,12 +6,11 @@ import torch
 import triton
 import triton.language as tl
 
-from ...shared.triton.chips import on_device_of
 from ...shared.triton.launch import kernel
 
-# So many rows' mean is subtracted from all points: distances do not see it, and products lose no digits to a shift.
+# The mean of so many rows is subtracted from all points. No distance changes, and products keep their digits.
 ORIGIN_SAMPLE: tl.constexpr = tl.constexpr(32)
-# So many fitted rows are found without a table, by products of 31 bits.
+# Up to so many fitted rows are found by products that fit into 31 bits, without a table.
 MOST_FOUND = 2**15
 
 
@@ -114,6 +113,5 @@ def find_rows(points: torch.Tensor, mask: torch.Tensor | None, most: int) -> Row
         return Rows(most, N)
     mask = points.new_ones(B, N, dtype=torch.bool) if mask is None else mask
     fit, counts, ranks = (mask.new_empty(B, *shape, dtype=torch.int32) for shape in ((most,), (), (N,)))
-    with on_device_of(points):
-        _kmeans_rows_kernel[(B,)](mask, *mask.stride(), fit, counts, ranks, N, most, BLOCK=2048, num_warps=8)
+    _kmeans_rows_kernel[(B,)](mask, *mask.stride(), fit, counts, ranks, N, most, BLOCK=2048, num_warps=8)
     return Rows(most, N, fit, counts, ranks)

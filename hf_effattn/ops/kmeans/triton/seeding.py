@@ -6,7 +6,7 @@ import triton.language as tl
 from ...shared.triton.launch import kernel
 from .rows import finite, load_fit_rows, load_fitted, load_points, sample_mean
 
-# What directions and half norms are multiplied by in float16: there is room above them, and below.
+# Factor on directions and half norms in float16, which keeps them within its range.
 FLOAT16_SCALE = tl.constexpr(1 / 16)
 
 

@@ -12,14 +12,12 @@ import torch
 from ...shared.gradients import register_op
 from ...shared.tables import empty_gradient
 from ...shared.triton.centroids import split_count
-from ...shared.triton.chips import chip_of, on_device_of
+from ...shared.triton.chips import chip_of
 from ..reference import Inputs
-from .backward import (
+from .kernels import (
     _neural_clustering_bwd_direction_kernel,
     _neural_clustering_bwd_score_kernel,
     _neural_clustering_bwd_word_kernel,
-)
-from .forward import (
     _neural_clustering_fwd_label_kernel,
     _neural_clustering_fwd_length_kernel,
     _neural_clustering_fwd_score_kernel,
@@ -48,8 +46,8 @@ def _config(tensor: torch.Tensor, stored: torch.dtype) -> dict:
 
 
 @dataclass(frozen=True)
-class Walk:
-    """How a pass walks over the words: some of every row at a time."""
+class Steps:
+    """How a pass goes over the words: some of every row in each step."""
 
     config: dict  # the tiles
     length: int  # words of a row
@@ -59,8 +57,8 @@ class Walk:
     split_length: int  # words of a part, a multiple of a tile's
 
     @classmethod
-    def over(cls, words: torch.Tensor, clusters: int, config: dict, bytes_per_score: int) -> "Walk":
-        """The walk that keeps scores within `SCORE_BYTES`, or those of one tile of words."""
+    def over(cls, words: torch.Tensor, clusters: int, config: dict, bytes_per_score: int) -> "Steps":
+        """Steps whose scores stay within `SCORE_BYTES`, or those of one tile of words."""
         B, N, d = words.shape
         tile = config["WORDS"]
         blocks = -(-clusters // config["CENTROIDS"])
@@ -70,8 +68,8 @@ class Walk:
         length = -(-rows // (splits * tile)) * tile
         return cls(config, N, blocks, rows, -(-rows // length), length)
 
-    def steps(self) -> list[dict[str, int]]:
-        """The words of every step of the walk, and their tiles."""
+    def each(self) -> list[dict[str, int]]:
+        """The words of every step, and their tiles."""
         ends = ((first, min(first + self.rows, self.length)) for first in range(0, self.length, self.rows))
         return [
             {"first_row": first, "last_row": last, "tiles": -(-(last - first) // self.config["WORDS"])}
@@ -99,35 +97,34 @@ def _forward(x: Inputs) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch
         exact, total = (words.new_zeros(*shape, dtype=torch.float32) for shape in ((B, k, d), (B, k)))
         return exact.to(words.dtype, copy=True), labels, exact, total, inverse
     config = _config(words, words.dtype)
-    # For a kernel that keeps several blocks of columns in registers, not a tile's sum over them.
+    # For kernels that hold several blocks of columns in registers instead of one tile's sum.
     narrow = config | {"BLOCK_D": config["BLOCK_D"] // 2}
-    walk = Walk.over(words, k, config, torch.float32.itemsize)
-    sizes, parts = walk.as_arguments()
+    steps = Steps.over(words, k, config, torch.float32.itemsize)
+    sizes, parts = steps.as_arguments()
     tile, columns = config["WORDS"], -(-d // config["BLOCK_D"])
-    scores = walk.scores(words, torch.float32)
-    partial = words.new_empty(B, k, walk.splits, d, dtype=torch.float32)
-    lse = words.new_empty(B, k, walk.splits, columns, dtype=torch.float32)
+    scores = steps.scores(words, torch.float32)
+    partial = words.new_empty(B, k, steps.splits, d, dtype=torch.float32)
+    lse = words.new_empty(B, k, steps.splits, columns, dtype=torch.float32)
     mask_strides = (0, 0) if mask is None else mask.stride()
 
     def score(step: dict[str, int]) -> None:
-        _neural_clustering_fwd_score_kernel[(B * step["tiles"] * walk.blocks,)](
+        _neural_clustering_fwd_score_kernel[(B * step["tiles"] * steps.blocks,)](
             words, directions, mask, inverse, scores, *words.stride(), *directions.stride(), *mask_strides, N, k, d,
             **step, **sizes, COSINE=cosine, **narrow,
         )  # fmt: skip
 
-    with on_device_of(words):
-        if cosine:
-            tiles = -(-N // tile)
-            _neural_clustering_fwd_length_kernel[(B * tiles,)](
-                words, mask, inverse, *words.stride(), *mask_strides, N, d, tiles, WORDS=tile,
-                BLOCK_D=config["BLOCK_D"],
-            )  # fmt: skip
-        for step in walk.steps():
-            score(step)
-            _neural_clustering_fwd_update_kernel[(B * walk.blocks * walk.splits, columns)](
-                words, mask, scores, partial, lse, *words.stride(), *mask_strides, k, d, step["first_row"],
-                step["last_row"], **sizes, **parts, **config,
-            )  # fmt: skip
+    if cosine:
+        tiles = -(-N // tile)
+        _neural_clustering_fwd_length_kernel[(B * tiles,)](
+            words, mask, inverse, *words.stride(), *mask_strides, N, d, tiles, WORDS=tile,
+            BLOCK_D=config["BLOCK_D"],
+        )  # fmt: skip
+    for step in steps.each():
+        score(step)
+        _neural_clustering_fwd_update_kernel[(B * steps.blocks * steps.splits, columns)](
+            words, mask, scores, partial, lse, *words.stride(), *mask_strides, k, d, step["first_row"],
+            step["last_row"], **sizes, **parts, **config,
+        )  # fmt: skip
     lse = lse[..., 0]
     highest = lse.amax(dim=2, keepdim=True)
     shares = torch.exp2(lse - highest)
@@ -135,15 +132,14 @@ def _forward(x: Inputs) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch
     with torch.autocast(words.device.type, enabled=False):
         exact = torch.einsum("bks,bksd->bkd", shares / total[..., None], partial)
     total = highest[..., 0] + total.log2()
-    with on_device_of(words):
-        # Backwards: the scores of the last words are still there.
-        for place, step in enumerate(reversed(walk.steps())):
-            if place > 0:
-                score(step)
-            _neural_clustering_fwd_label_kernel[(B * step["tiles"],)](
-                scores, total, labels, N, k, **step, **sizes, WORDS=tile, CENTROIDS=config["CENTROIDS"],
-                num_warps=config["num_warps"], **chip_of(words).all_registers,
-            )  # fmt: skip
+    # Backwards: the scores of the last words are still there.
+    for place, step in enumerate(reversed(steps.each())):
+        if place > 0:
+            score(step)
+        _neural_clustering_fwd_label_kernel[(B * step["tiles"],)](
+            scores, total, labels, N, k, **step, **sizes, WORDS=tile, CENTROIDS=config["CENTROIDS"],
+            num_warps=config["num_warps"], **chip_of(words).all_registers,
+        )  # fmt: skip
     return exact.to(words.dtype, copy=True), labels, exact, total, inverse
 
 
@@ -169,33 +165,32 @@ def gradients(
     grad_words = words.new_empty(words.shape)
     if words.numel() == 0:
         return grad_words, directions.new_zeros(directions.shape)
-    # In 16 bits a share of one word among many times its gradient is 0 unless the exponent is float32's.
+    # One word's share among many, times its gradient, underflows to 0 in float16; bfloat16 has float32's exponents.
     stored = torch.float32 if words.dtype == torch.float16 else words.dtype
     config = _config(words, stored)
     narrow = config | {"BLOCK_D": config["BLOCK_D"] // 2}
-    walk = Walk.over(words, k, config, 2 * stored.itemsize)
-    sizes, parts = walk.as_arguments()
+    steps = Steps.over(words, k, config, 2 * stored.itemsize)
+    sizes, parts = steps.as_arguments()
     columns = -(-d // config["BLOCK_D"])
-    weights, grad_scores = walk.scores(words, stored), walk.scores(words, stored)
-    pull = words.new_empty(B, walk.rows if cosine else 0, walk.blocks, dtype=torch.float32)
-    partial = words.new_empty(B, walk.splits, k, d, dtype=torch.float32)
+    weights, grad_scores = steps.scores(words, stored), steps.scores(words, stored)
+    pull = words.new_empty(B, steps.rows if cosine else 0, steps.blocks, dtype=torch.float32)
+    partial = words.new_empty(B, steps.splits, k, d, dtype=torch.float32)
     mean = (grad_updated.float() * exact).sum(dim=2)
     mask_strides = (0, 0) if mask is None else mask.stride()
     strides = *words.stride(), *directions.stride(), *mask_strides, *grad_updated.stride()
-    with on_device_of(words):
-        for step in walk.steps():
-            _neural_clustering_bwd_score_kernel[(B * step["tiles"] * walk.blocks,)](
-                words, directions, mask, inverse, total, grad_updated, mean, weights, grad_scores, pull, *strides,
-                N, k, d, **step, **sizes, COSINE=cosine, **narrow,
-            )  # fmt: skip
-            _neural_clustering_bwd_direction_kernel[(B * walk.blocks * walk.splits, columns)](
-                words, mask, grad_scores, partial, *words.stride(), *mask_strides, k, d, step["first_row"],
-                step["last_row"], **sizes, **parts, **config,
-            )  # fmt: skip
-            _neural_clustering_bwd_word_kernel[(B * step["tiles"], columns)](
-                words, directions, mask, grad_updated, weights, grad_scores, pull, grad_words, *strides,
-                *grad_words.stride(), k, d, **step, **sizes, COSINE=cosine, **config,
-            )  # fmt: skip
+    for step in steps.each():
+        _neural_clustering_bwd_score_kernel[(B * step["tiles"] * steps.blocks,)](
+            words, directions, mask, inverse, total, grad_updated, mean, weights, grad_scores, pull, *strides,
+            N, k, d, **step, **sizes, COSINE=cosine, **narrow,
+        )  # fmt: skip
+        _neural_clustering_bwd_direction_kernel[(B * steps.blocks * steps.splits, columns)](
+            words, mask, grad_scores, partial, *words.stride(), *mask_strides, k, d, step["first_row"],
+            step["last_row"], **sizes, **parts, **config,
+        )  # fmt: skip
+        _neural_clustering_bwd_word_kernel[(B * step["tiles"], columns)](
+            words, directions, mask, grad_updated, weights, grad_scores, pull, grad_words, *strides,
+            *grad_words.stride(), k, d, **step, **sizes, COSINE=cosine, **config,
+        )  # fmt: skip
     return grad_words, partial.sum(dim=1).to(directions.dtype)
 
 

@@ -2,5 +2,5 @@
 
 Sizes: `B` batch, `H` heads, `N` query length, `M` key length, `C` clusters, `P = B · H` problems. A table
 `(P, C, ...)` of clusters is, where `G` query heads share a key head, also a table `(P / G, G · C, ...)`: all clusters
-of one key head are walked as one table.
+of one key head are one table.
 """

@@ -13,16 +13,16 @@ import torch
 import triton
 import triton.language as tl
 
-from .chips import chip_of, on_device_of
+from .chips import chip_of
 from .dropout import dropout_factor
 from .launch import kernel
 from .softmax import CENTROID_KIND, KINDS, softmax_weights
 from .tiles import LOG2_E, LOWEST, dot_by_parts, load_mask, tile_config
 from .topk import WHOLE_ROW, _select_candidates_kernel, select_topk
 
-BINS = 1024  # of a row, at least, if there are as many keys
-FEW_CANDIDATES, CANDIDATES = 512, 2048  # keys that one program scores again: if bins allow as few, at most
-SCORE_BYTES = 2**28  # of bins that are in memory at once
+BINS = 1024  # at least so many of a row, if there are as many keys
+FEW_CANDIDATES, CANDIDATES = 512, 2048  # keys that one program scores again: the wanted and the largest number
+SCORE_BYTES = 2**28  # of the bins in memory at once
 PROGRAMS = 264  # two for each of the 132 multiprocessors of a large chip, where they run side by side
 
 
@@ -142,7 +142,7 @@ def _centroid_attention_fwd_kernel(
 
 
 def split_count(programs: int, length: int, block: int) -> int:
-    """Parts of a walk over `length` rows in blocks, so that `programs` walkers keep the chip busy, all at once."""
+    """How many parts of `length` rows, in whole blocks, keep a chip busy that has `programs` programs for each."""
     return max(1, min(PROGRAMS // max(1, programs), -(-length // (4 * block)), 64))
 
 
@@ -182,7 +182,7 @@ def centroid_pass(
     rows = centroids.shape[0] * centroids.shape[1] // max(1, B * Hk)
     config = tile_config(key, D, Dv)
     if topk and not (key_mask is dropout_seed is bias is None):
-        # The bins leave no registers for more.
+        # Bins leave no registers for more columns.
         config["COLUMNS"] = min(config["COLUMNS"], 32 if max(config["BLOCK_D"], config["BLOCK_V"]) <= 64 else 16)
     bin_keys = bin_length(M, topk)
     whole_bins = bin_keys * config["COLUMNS"]
@@ -195,45 +195,42 @@ def centroid_pass(
     top = key.new_empty(total, topk, dtype=torch.int32)
     top_scores = key.new_empty(total, topk, dtype=torch.float32)
     key_strides = *key.stride(), *((0, 0) if key_mask is None else key_mask.stride())
-    with on_device_of(key):
-        for first, last in score_chunks(B * Hk, rows, 4 * columns):
-            bins = key.new_empty(last - first, columns, dtype=torch.float32)
-            tables = -(-last // rows) - first // rows
-            blocks = -(-min(rows, last - first) // config["ROWS"])
-            _centroid_attention_fwd_kernel[(tables * splits * blocks,)](
-                centroids, key, value, key_mask, bias, dropout_seed, values, lse, bins,
-                *key.stride(), *((0, 0, 0, 0) if value is None else value.stride()), *key_strides[4:],
-                Hk, rows, M, D, Dv, first, last, blocks, splits, split_length, bin_keys, columns, scale * LOG2_E,
-                dropout_p,
-                HAS_BINS=topk > 0, **config,
+    for first, last in score_chunks(B * Hk, rows, 4 * columns):
+        bins = key.new_empty(last - first, columns, dtype=torch.float32)
+        tables = -(-last // rows) - first // rows
+        blocks = -(-min(rows, last - first) // config["ROWS"])
+        _centroid_attention_fwd_kernel[(tables * splits * blocks,)](
+            centroids, key, value, key_mask, bias, dropout_seed, values, lse, bins,
+            *key.stride(), *((0, 0, 0, 0) if value is None else value.stride()), *key_strides[4:],
+            Hk, rows, M, D, Dv, first, last, blocks, splits, split_length, bin_keys, columns, scale * LOG2_E,
+            dropout_p,
+            HAS_BINS=topk > 0, **config,
+        )  # fmt: skip
+        out = top[first:last], top_scores[first:last]
+        if topk and bin_keys == 1:
+            select_topk(bins, topk, out, marks, first, rows)
+        elif topk:
+            block_n = max(64, 1 << (topk * bin_keys - 1).bit_length())
+            num_warps = min(16, max(1, block_n // 128))
+            _select_candidates_kernel[(last - first,)](
+                centroids, key, key_mask, bias, select_topk(bins, topk)[0], *out, marks, *key_strides,
+                Hk, rows, M, D, topk, first, 0 if marks is None else marks.shape[2], bin_keys, scale * LOG2_E,
+                COLUMNS=config["COLUMNS"], BLOCK_N=block_n, BLOCK_D=16, num_warps=num_warps,
+                **chip_of(key).registers(num_warps),
             )  # fmt: skip
-            out = top[first:last], top_scores[first:last]
-            if topk and bin_keys == 1:
-                select_topk(bins, topk, out, marks, first, rows)
-            elif topk:
-                block_n = max(64, 1 << (topk * bin_keys - 1).bit_length())
-                num_warps = min(16, max(1, block_n // 128))
-                _select_candidates_kernel[(last - first,)](
-                    centroids, key, key_mask, bias, select_topk(bins, topk)[0], *out, marks, *key_strides,
-                    Hk, rows, M, D, topk, first, 0 if marks is None else marks.shape[2], bin_keys, scale * LOG2_E,
-                    COLUMNS=config["COLUMNS"], BLOCK_N=block_n, BLOCK_D=16, num_warps=num_warps,
-                    **chip_of(key).registers(num_warps),
-                )  # fmt: skip
     return CentroidPass(values, lse, top, top_scores)
 
 
 def score_chunks(tables: int, rows: int, bytes_per_row: int) -> list[tuple[int, int]]:
     """Ranges of the `tables · rows` rows whose scores fit into memory: whole tables, or parts of one."""
-    if tables * rows == 0:
+    if rows == 0:
         return []
     fitting = max(1, SCORE_BYTES // max(1, bytes_per_row))
-    step = min(tables, fitting // rows) * rows if fitting >= rows else fitting
-    chunks = []
-    first = 0
-    while first < tables * rows:
-        last = min(first + step, tables * rows)
-        if step < rows:
-            last = min(last, (first // rows + 1) * rows)
-        chunks.append((first, last))
-        first = last
-    return chunks
+    whole = max(1, fitting // rows) * rows  # rows of as many whole tables as fit, of one at least
+    step = min(fitting, whole)
+    chunks = (
+        (first, min(first + step, top + whole))
+        for top in range(0, tables * rows, whole)
+        for first in range(top, top + whole, step)
+    )
+    return [(first, min(last, tables * rows)) for first, last in chunks]

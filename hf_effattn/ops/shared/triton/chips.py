@@ -1,6 +1,5 @@
 """What the kernels must know about the chip they run on, and its compiler."""
 
-from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 from functools import cache
 
@@ -72,8 +71,3 @@ def _chip(index: int) -> Chip:
     # What a program can have on request; torch versions that don't tell say at least what it has without.
     most = getattr(properties, "shared_memory_per_block_optin", properties.shared_memory_per_block)
     return Chip("cuda", most)
-
-
-def on_device_of(tensor: torch.Tensor) -> AbstractContextManager:
-    """Makes the tensor's GPU the current one: Triton launches on the current GPU, whatever the tensors are on."""
-    return torch.cuda.device(tensor.device) if tensor.is_cuda else nullcontext()

@@ -16,14 +16,14 @@ import torch
 import triton
 import triton.language as tl
 
-from .chips import chip_of, on_device_of
+from .chips import chip_of
 from .dropout import dropout_factor
 from .launch import kernel
 from .softmax import CENTROID_KIND, KIND, KINDS, add_to_keys, add_to_queries, dot_rows, score_gradients
 from .sort import SortedRows
 from .tiles import LOG2_E, load_operand, load_rows, load_tile, store_rows, tile_config
 
-ROWS_OF_A_SPLIT = 512  # queries of a cluster that one program walks before a large cluster is split
+ROWS_OF_A_SPLIT = 512  # queries of a cluster that one program reads, before a larger cluster is split
 LARGEST_SPLIT = 4
 
 
@@ -83,7 +83,7 @@ def table_config(tensor: torch.Tensor, head_dim: int, value_dim: int) -> dict:
     """`tile_config` of a backward kernel that adds up two sums and holds three blocks of columns at once."""
     config = tile_config(tensor, head_dim, value_dim, backward=True, two_sums=True)
     amd = chip_of(tensor).name == "hip"
-    if config["num_warps"] == 8 or amd:  # wide rows and AMD's lanes have no registers for them
+    if config["num_warps"] == 8 or amd:  # wide rows and AMD's lanes leave no registers for more
         config |= {"COLUMNS": 16, "num_stages": min(1 if amd else 2, config["num_stages"])}
     return config
 
@@ -325,16 +325,15 @@ def add_exact_keys(
     if blocks == 0:
         return
     shares = sums.new_empty(B * H * C * topk, D + Dv) if ordered else sums
-    with on_device_of(query):
-        _cluster_table_bwd_key_kernel[(B * H * C * blocks * splits,)](
-            query, key, value, grad_output, x.dropout_seed, exact_heads, members.order, members.starts, top, lse,
-            delta, *([None] * 6 if rest is None else rest), shares,
-            *query.stride(), *key.stride(), *value.stride(), *grad_output.stride(),
-            H, H // Hk, N, M, D, Dv, C, topk, columns, blocks, splits, ROWS_OF_A_SPLIT, x.scale, x.scale * LOG2_E,
-            x.dropout_p, HAS_REST=rest is not None, ORDERED=ordered, **config,
-        )  # fmt: skip
+    _cluster_table_bwd_key_kernel[(B * H * C * blocks * splits,)](
+        query, key, value, grad_output, x.dropout_seed, exact_heads, members.order, members.starts, top, lse,
+        delta, *([None] * 6 if rest is None else rest), shares,
+        *query.stride(), *key.stride(), *value.stride(), *grad_output.stride(),
+        H, H // Hk, N, M, D, Dv, C, topk, columns, blocks, splits, ROWS_OF_A_SPLIT, x.scale, x.scale * LOG2_E,
+        x.dropout_p, HAS_REST=rest is not None, ORDERED=ordered, **config,
+    )  # fmt: skip
     if ordered:
-        # Places without a key hold 0 and may go anywhere.
+        # Places without a key hold 0, so they may be added to any row.
         first = torch.arange(B * Hk, device=key.device).repeat_interleave(H // Hk * C * topk) * M
         sums.index_add_(0, top.flatten().clamp(min=0) + first, shares)
 

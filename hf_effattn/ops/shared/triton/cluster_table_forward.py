@@ -13,8 +13,8 @@ from .launch import kernel
 from .softmax import KIND, KINDS, attend, dot_rows, softmax_weights
 from .tiles import LOWEST, load_operand, load_rows, store_rows
 
-MOST_TILES = 8  # of queries that one program walks: a few large clusters are to be shared by many
-MOST_SUMMARIES = 32  # of short rows, that it holds meanwhile
+MOST_TILES = 8  # of queries that one program takes, so that a few large clusters are split over many programs
+MOST_SUMMARIES = 32  # of short rows that a program can hold
 
 
 @triton.jit

@@ -9,15 +9,15 @@ from triton import knobs
 from triton.runtime import driver
 from triton.runtime.jit import JITFunction
 
-# Arguments that change with the length of the inputs or with their number: Triton is not to compile a kernel anew
-# where one of them is 1 or a multiple of 16. It may where the length itself is: that saves registers.
+# Arguments that change with the length of the inputs or with their number. Triton must not compile a kernel again
+# where one of them is 1 or a multiple of 16. It may for the length itself, as that saves registers.
 LENGTHS = (
     *("numbers", "columns", "slots", "tiles", "blocks", "splits", "first_row", "last_row", "slices"),
     *("first_share", "fit_rows", "seed", "bin_keys", "block_rows"),
     *("first_late", "first_segment", "segments", "places"),
 )
 REMEMBERS = torch.version.hip is None  # AMD's kernels are compiled for the sizes of tensors, too
-MOST_REMEMBERED = 256  # launches of a kernel: lengths that come once only must not fill the memory
+MOST_REMEMBERED = 256  # launches of a kernel, so that lengths that come only once do not fill the memory
 ALIGNMENT = 16  # bytes; Triton compiles for tensors that begin at a multiple, and for others
 
 
@@ -35,14 +35,24 @@ class Kernel(JITFunction):
         self.remembered: dict[tuple[Any, ...], tuple[Any, list[str]]] = {}
 
     def run(self, *args: Any, grid: tuple[int, ...], warmup: bool, **named: Any) -> Any:
-        """Launch on a grid, or with `warmup` only compile."""
+        """Launch on a grid, on the GPU that holds the tensors, or with `warmup` only compile.
+
+        Triton launches on the current GPU, whatever the tensors are on. An empty grid launches nothing.
+        """
+        if 0 in grid:
+            return None
+        device = driver.active.get_current_device()
+        held_by = next((x.device for x in (*args, *named.values()) if isinstance(x, torch.Tensor) and x.is_cuda), None)
+        if held_by is not None and held_by.index != device:
+            with torch.cuda.device(held_by):
+                return self.run(*args, grid=grid, warmup=warmup, **named)
         if warmup or not REMEMBERS:
             return super().run(*args, grid=grid, warmup=warmup, **named)
         kinds = [
             (x.dtype, x.data_ptr() % ALIGNMENT == 0) if isinstance(x, torch.Tensor) else (x, type(x))
             for x in (*args, *named.values())
         ]
-        key = driver.active.get_current_device(), *named, *kinds
+        key = device, *named, *kinds
         found = self.remembered.get(key)
         if found is not None:
             compiled, names = found

@@ -6,7 +6,6 @@ import torch
 import triton
 import triton.language as tl
 
-from .chips import on_device_of
 from .launch import kernel
 
 MOST_ROWS = 1024  # that one program counts or places
@@ -174,13 +173,11 @@ def sort_both_by_cluster(first: Labelled, second: Labelled | None = None) -> lis
     outputs = (
         tensor for members in (found[0], found[-1]) for tensor in (members.order, members.starts, members.tiles)
     )
-    with on_device_of(counts):
-        if len(counts):
-            _count_by_cluster_kernel[(len(counts),)](*inputs, **sizes)
-            _sort_by_cluster_kernel[(len(counts),)](
-                *inputs, *outputs, TILE=found[0].tile, OTHER_TILE=found[-1].tile, SPLITS=max(1, min(8, 2048 // bins)),
-                **sizes,
-            )  # fmt: skip
+    _count_by_cluster_kernel[(len(counts),)](*inputs, **sizes)
+    _sort_by_cluster_kernel[(len(counts),)](
+        *inputs, *outputs, TILE=found[0].tile, OTHER_TILE=found[-1].tile, SPLITS=max(1, min(8, 2048 // bins)),
+        **sizes,
+    )  # fmt: skip
     return found
 
 
@@ -220,10 +217,8 @@ def cluster_means(rows: torch.Tensor, members: SortedRows) -> torch.Tensor:
     B, H, N, D = rows.shape
     means = rows.new_empty(B * H, members.clusters, D, dtype=torch.float32)
     block_d = 1 << (D - 1).bit_length()
-    with on_device_of(rows):
-        if B * H:
-            _cluster_means_kernel[(B * H * members.clusters,)](
-                rows, members.order, members.starts, means, *rows.stride(), H, N, D, members.clusters,
-                BLOCK_N=max(8, min(64, 4096 // block_d)), BLOCK_D=block_d,
-            )  # fmt: skip
+    _cluster_means_kernel[(B * H * members.clusters,)](
+        rows, members.order, members.starts, means, *rows.stride(), H, N, D, members.clusters,
+        BLOCK_N=max(8, min(64, 4096 // block_d)), BLOCK_D=block_d,
+    )  # fmt: skip
     return means

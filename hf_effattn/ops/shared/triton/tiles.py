@@ -82,7 +82,7 @@ def tile_config(
     two_sums: bool = False,
     three: bool = False,
 ) -> dict:
-    """Block sizes, warps and stages of a kernel that walks a tile of rows over tiles of columns (keys or rows).
+    """Block sizes, warps and stages of a kernel that takes a tile of rows over tiles of columns (keys or rows).
 
     The largest that fit the registers and the shared memory of the tensor's chip without a spill; with `two_sums`
     of a backward kernel that adds up the gradients of keys and of values at once; with `three` of one with more to
@@ -105,7 +105,7 @@ def tile_config(
     by_parts = row_bytes >= 512 or (backward and row_bytes >= 256 and not from_shared)
     # AMD's warps are twice as wide, and leave each lane half the registers where there are eight.
     wide = not hip and (row_bytes >= 256 or (single and two_sums) if backward else single and widest == 128)
-    # Loads further ahead cost registers, which float32 and the widest rows do not have.
+    # Loading further ahead costs registers, of which float32 and the widest rows leave none.
     ahead = 2 if single or by_parts or hip else 3
     fitting = (chip.shared_memory // itemsize - rows * (block_d + block_v)) // (columns * (block_d + block_v))
     if two_sums and not from_shared:

@@ -4,12 +4,12 @@ import torch
 import triton
 import triton.language as tl
 
-from .chips import chip_of, on_device_of
+from .chips import chip_of
 from .launch import kernel
 from .tiles import load_mask
 
 WHOLE_ROW = 4096  # numbers of a row that a program holds in registers
-ROW_OF_A_WARP = 1024  # of these one warp can: nothing waits for another one
+ROW_OF_A_WARP = 1024  # so many fit into one warp, which waits for no other
 
 
 @triton.jit
@@ -175,11 +175,9 @@ def select_topk(
         out = values.new_empty(rows, topk, dtype=torch.int32), values.new_empty(rows, topk)
     block_n = min(WHOLE_ROW, max(64, 1 << (columns - 1).bit_length()))
     marked = (0, 0) if marks is None else marks.shape[1:]
-    with on_device_of(values):
-        if rows:
-            _select_topk_kernel[(rows,)](
-                values, *out, marks, columns, topk, first_row, rows_of_table, *marked,
-                ALIGNED=columns % 16 == 0, WHOLE=columns <= block_n, BLOCK_N=block_n,
-                num_warps=max(1, block_n // ROW_OF_A_WARP), **chip_of(values).all_registers,
-            )  # fmt: skip
+    _select_topk_kernel[(rows,)](
+        values, *out, marks, columns, topk, first_row, rows_of_table, *marked,
+        ALIGNED=columns % 16 == 0, WHOLE=columns <= block_n, BLOCK_N=block_n,
+        num_warps=max(1, block_n // ROW_OF_A_WARP), **chip_of(values).all_registers,
+    )  # fmt: skip
     return out

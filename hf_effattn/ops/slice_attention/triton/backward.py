@@ -12,7 +12,7 @@ import triton
 import triton.language as tl
 
 from ...shared.tables import empty_gradient
-from ...shared.triton.chips import block_width, on_device_of
+from ...shared.triton.chips import block_width
 from ...shared.triton.cluster_table import load_split_sum
 from ...shared.triton.dropout import dropout_factor
 from ...shared.triton.launch import kernel
@@ -33,7 +33,7 @@ from .tiles import (
 )
 
 GRADIENT_ROWS = 16
-ROWS_OF_A_SINK_SPLIT = 128  # queries that one program walks before those of a sink are split
+ROWS_OF_A_SINK_SPLIT = 128  # queries that one program reads, before those of a sink are split
 LARGEST_SINK_SPLIT = 32
 
 
@@ -392,7 +392,7 @@ def gradients(
     sinks = {name: tensors.pop(name) for name in ("sink_ptr", "sink_count_ptr")}
     inverse_sizes = tensors.pop("inverse_size_ptr")
     parts = last_part + (2 if extension else 1)
-    # The position terms of a key differ from part to part, so where they need a gradient the parts stay apart.
+    # A key's position terms differ from part to part: where they need a gradient, the parts stay apart.
     apart = parts if flags["HAS_KEY_POSITIONS"] else 1
     grad_query = empty_gradient(query)
     grad_keys, grad_values = (x.new_empty(apart, *x.transpose(1, 2).shape).transpose(2, 3) for x in (key, value))
@@ -402,58 +402,51 @@ def gradients(
         "value_ptr": value, "Dv": Dv, "scale": scale, "scale_log2": scale * LOG2_E, "log2_e": LOG2_E,
         **numbers, **strides("query", query), **strides("key", key), **strides("value", value),
     }  # fmt: skip
-    if B and N:
-        with on_device_of(query):
-            tiles = -(-N // GRADIENT_ROWS)
-            _slice_attention_bwd_gradient_kernel[(B * H * tiles,)](
-                grad_output, grad_pooled, grad_lse, output, tensors["mask_ptr"], inverse_sizes, delta, whole_grad,
-                H=H, N=N, L=L, Dv=Dv, slices=slices, tiles=tiles, ROWS=GRADIENT_ROWS,
-                BLOCK_V=block_width(Dv), stride_mask_b=numbers["stride_mask_b"],
-                stride_mask_n=numbers["stride_mask_n"], **strides("grad", grad_output),
-                **strides("pooled", grad_pooled), **strides("output", output),
-            )  # fmt: skip
+    tiles = -(-N // GRADIENT_ROWS)
+    _slice_attention_bwd_gradient_kernel[(B * H * tiles,)](
+        grad_output, grad_pooled, grad_lse, output, tensors["mask_ptr"], inverse_sizes, delta, whole_grad,
+        H=H, N=N, L=L, Dv=Dv, slices=slices, tiles=tiles, ROWS=GRADIENT_ROWS,
+        BLOCK_V=block_width(Dv), stride_mask_b=numbers["stride_mask_b"],
+        stride_mask_n=numbers["stride_mask_n"], **strides("grad", grad_output),
+        **strides("pooled", grad_pooled), **strides("output", output),
+    )  # fmt: skip
     config = tile_config(query, L, D, Dv, computes="query")
     tiling = call.tiling(config)
-    if B and N:
-        with on_device_of(query):
-            _slice_attention_bwd_query_kernel[(B * H * tiling["tiles"],)](
-                grad_query_ptr=grad_query, last_part=last_part, **common, **tensors, **sinks,
-                **flags, **tiling, **config, **strides("gq", grad_query),
-            )  # fmt: skip
+    _slice_attention_bwd_query_kernel[(B * H * tiling["tiles"],)](
+        grad_query_ptr=grad_query, last_part=last_part, **common, **tensors, **sinks,
+        **flags, **tiling, **config, **strides("gq", grad_query),
+    )  # fmt: skip
     config = tile_config(query, L, D, Dv, computes="key")
     tiling = call.tiling(config)
-    if B and N:
-        with on_device_of(query):
-            _slice_attention_bwd_key_kernel[(B * key.shape[1] * tiling["tiles"], apart)](
-                grad_key_ptr=grad_keys, grad_value_ptr=grad_values, stride_gk_part=grad_keys.stride(0),
-                stride_gv_part=grad_values.stride(0), parts=parts // apart, **common, **tensors, **flags, **tiling,
-                **config, **strides("gk", grad_keys[0]), **strides("gv", grad_values[0]),
-            )  # fmt: skip
+    _slice_attention_bwd_key_kernel[(B * key.shape[1] * tiling["tiles"], apart)](
+        grad_key_ptr=grad_keys, grad_value_ptr=grad_values, stride_gk_part=grad_keys.stride(0),
+        stride_gv_part=grad_values.stride(0), parts=parts // apart, **common, **tensors, **flags, **tiling,
+        **config, **strides("gk", grad_keys[0]), **strides("gv", grad_values[0]),
+    )  # fmt: skip
     # Summed as it lies in memory, words before heads: a sum over (parts, B, H, N, D) would lay out its result anew.
     grad_key, grad_value = (
         x[0] if apart == 1 else x.transpose(2, 3).sum(dim=0).transpose(1, 2) for x in (grad_keys, grad_values)
     )
-    if sinks["sink_ptr"] is not None and B and N:
+    if sinks["sink_ptr"] is not None:
         for name in ("HAS_KEY_POSITIONS", "key_positions_ptr", "SLICES"):
             for arguments in (flags, tensors, config):
                 arguments.pop(name, None)
         of_batch, rows = B * key.shape[1], config["ROWS"]
-        # Float32's widest rows leave no registers for a second way out.
+        # Float32's widest rows leave no registers for a second kind of store.
         in_parts = query.element_size() * max(config["BLOCK_D"], config["BLOCK_V"]) < 1024
         splits = min(LARGEST_SINK_SPLIT, -(-N // ROWS_OF_A_SINK_SPLIT)) if in_parts else 1
         key_parts, value_parts = (query.new_empty(of_batch * rows, splits, x, dtype=torch.float32) for x in (D, Dv))
         parts_of = {"key_parts_ptr": key_parts, "value_parts_ptr": value_parts, "splits": splits}
         grads: dict[str, Any] = {"grad_key_ptr": grad_key, "grad_value_ptr": grad_value}
         grads |= strides("gk", grad_key) | strides("gv", grad_value)
-        with on_device_of(query):
-            _slice_attention_bwd_sink_kernel[(-(-N // rows) + splits - 1, of_batch)](
-                **parts_of, **grads, **common, **tensors, **sinks, **flags, **config, IN_PARTS=in_parts
-            )
-            if in_parts:
-                _slice_attention_bwd_sink_sum_kernel[(of_batch * rows,)](
-                    **parts_of, **grads, **sinks, key_heads=key.shape[1], N=N, D=D, Dv=Dv, rows=rows,
-                    BLOCK_D=config["BLOCK_D"], BLOCK_V=config["BLOCK_V"], num_warps=1,
-                )  # fmt: skip
+        _slice_attention_bwd_sink_kernel[(-(-N // rows) + splits - 1, of_batch)](
+            **parts_of, **grads, **common, **tensors, **sinks, **flags, **config, IN_PARTS=in_parts
+        )
+        if in_parts:
+            _slice_attention_bwd_sink_sum_kernel[(of_batch * rows,)](
+                **parts_of, **grads, **sinks, key_heads=key.shape[1], N=N, D=D, Dv=Dv, rows=rows,
+                BLOCK_D=config["BLOCK_D"], BLOCK_V=config["BLOCK_V"], num_warps=1,
+            )  # fmt: skip
     of_queries, of_keys = query.new_empty(0), query.new_empty(0)
     if call.flags["HAS_QUERY_POSITIONS"]:
         of_queries = _sum_over_slices(grad_query, L).to(query.dtype)

@@ -10,17 +10,17 @@ import torch
 
 from ...shared.gradients import register_op
 from ...shared.tables import empty_gradient, empty_output, unwritten_output
-from ...shared.triton.chips import block_width, chip_of, on_device_of
+from ...shared.triton.chips import block_width, chip_of
 from ...shared.triton.tiles import LOG2_E, PART
 from ..reference import BLOCK_WEIGHTS, DIFFERENTIABLE, Inputs
-from .backward import (
+from .kernels import (
     _sorted_block_attention_bwd_key_kernel,
     _sorted_block_attention_bwd_membership_kernel,
     _sorted_block_attention_bwd_query_kernel,
+    _sorted_block_attention_fwd_kernel,
 )
-from .forward import _sorted_block_attention_fwd_kernel
 
-# Columns of the memberships' gradient that one program sums: those of another one find all scores anew.
+# Columns of the memberships' gradient that one program sums. A second program would compute all scores again.
 CLUSTER_COLUMNS = 256
 KINDS_OF_WEIGHTS = 1
 
@@ -31,7 +31,7 @@ def _texts(x: Inputs) -> tuple[torch.Tensor | None, ...]:
     N = order.shape[1]
     words = torch.full_like(block_length, N) if x.key_mask is None else x.key_mask.sum(dim=1)
     ranked = None if labels is None else labels.gather(1, order).to(torch.int32)
-    # A block longer than its text is the text.
+    # A block is at most as long as its text.
     lengths = block_length.clamp(max=max(1, N)).to(torch.int32)
     return order.to(torch.int32).contiguous(), ranked, x.membership, lengths, words.to(torch.int32), x.dropout_seed
 
@@ -73,13 +73,12 @@ def _forward(x: Inputs) -> tuple[torch.Tensor, torch.Tensor]:
     options = _config(x, 64, 64 if membership is None and max(D, Dv) <= 64 else 32)
     tiles = -(-N // options["ROWS"])
     gate = (0, 0, 0) if membership is None else membership.stride()
-    with on_device_of(query):
-        _sorted_block_attention_fwd_kernel[(B * H * tiles,)](
-            query, key, value, *_texts(x), output, lse,
-            *query.stride(), *key.stride(), *value.stride(), *output.stride(), *gate,
-            H, H // key.shape[1], N, D, Dv, 0 if membership is None else membership.shape[2], tiles,
-            x.window_blocks, x.scale * LOG2_E, x.dropout_p, **options,
-        )  # fmt: skip
+    _sorted_block_attention_fwd_kernel[(B * H * tiles,)](
+        query, key, value, *_texts(x), output, lse,
+        *query.stride(), *key.stride(), *value.stride(), *output.stride(), *gate,
+        H, H // key.shape[1], N, D, Dv, 0 if membership is None else membership.shape[2], tiles,
+        x.window_blocks, x.scale * LOG2_E, x.dropout_p, **options,
+    )  # fmt: skip
     return output, lse
 
 
@@ -110,29 +109,28 @@ def gradients(
     qkv = *query.stride(), *key.stride(), *value.stride()
     gate = (0, 0, 0) if membership is None else membership.stride()
     sizes = H, H // heads, N, D, Dv, clusters, tiles, x.window_blocks
-    with on_device_of(query):
-        _sorted_block_attention_bwd_query_kernel[(B * H * tiles,)](
-            query, key, value, output, grad_output, *texts, lse, delta, grad_query,
-            *qkv, *output.stride(), *grad_output.stride(), *grad_query.stride(), *gate,
-            *sizes, scale, scale * LOG2_E, dropout_p, **options,
-        )  # fmt: skip
-        _sorted_block_attention_bwd_key_kernel[(B * heads * tiles,)](
-            query, key, value, grad_output, *texts, lse, delta, grad_key, grad_value,
-            *qkv, *grad_output.stride(), *grad_key.stride(), *grad_value.stride(), *gate,
-            *sizes, scale, scale * LOG2_E, dropout_p, **options,
-        )  # fmt: skip
-        if membership is not None:
-            options = _config(x, 32, 16, by_parts=True)
-            if chip_of(query).name == "cuda" and query.element_size() == 2 and max(D, Dv) <= 128:
-                options |= {"ROWS": 64, "COLUMNS": 32, "num_warps": 8}
-            columns = min(CLUSTER_COLUMNS, block_width(clusters))
-            tiles = -(-N // options["ROWS"])
-            for as_key in (False, True):
-                _sorted_block_attention_bwd_membership_kernel[(B * tiles, -(-clusters // columns))](
-                    query, key, value, grad_output, *texts, lse, delta, grad_membership,
-                    *qkv, *grad_output.stride(), *gate, *sizes[:6], tiles, x.window_blocks, scale * LOG2_E, dropout_p,
-                    AS_KEY=as_key, BLOCK_C=columns, **options,
-                )  # fmt: skip
+    _sorted_block_attention_bwd_query_kernel[(B * H * tiles,)](
+        query, key, value, output, grad_output, *texts, lse, delta, grad_query,
+        *qkv, *output.stride(), *grad_output.stride(), *grad_query.stride(), *gate,
+        *sizes, scale, scale * LOG2_E, dropout_p, **options,
+    )  # fmt: skip
+    _sorted_block_attention_bwd_key_kernel[(B * heads * tiles,)](
+        query, key, value, grad_output, *texts, lse, delta, grad_key, grad_value,
+        *qkv, *grad_output.stride(), *grad_key.stride(), *grad_value.stride(), *gate,
+        *sizes, scale, scale * LOG2_E, dropout_p, **options,
+    )  # fmt: skip
+    if membership is not None:
+        options = _config(x, 32, 16, by_parts=True)
+        if chip_of(query).name == "cuda" and query.element_size() == 2 and max(D, Dv) <= 128:
+            options |= {"ROWS": 64, "COLUMNS": 32, "num_warps": 8}
+        columns = min(CLUSTER_COLUMNS, block_width(clusters))
+        tiles = -(-N // options["ROWS"])
+        for as_key in (False, True):
+            _sorted_block_attention_bwd_membership_kernel[(B * tiles, -(-clusters // columns))](
+                query, key, value, grad_output, *texts, lse, delta, grad_membership,
+                *qkv, *grad_output.stride(), *gate, *sizes[:6], tiles, x.window_blocks, scale * LOG2_E, dropout_p,
+                AS_KEY=as_key, BLOCK_C=columns, **options,
+            )  # fmt: skip
     return grad_query, grad_key, grad_value, grad_membership.to(dtype)
 
 

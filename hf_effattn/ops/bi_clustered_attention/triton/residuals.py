@@ -5,7 +5,7 @@ import triton
 import triton.language as tl
 
 from ...kmeans.triton.rows import find_rows, finite, load_fit_rows, load_points
-from ...shared.triton.chips import Chip, block_width, chip_of, on_device_of
+from ...shared.triton.chips import Chip, block_width, chip_of
 from ...shared.triton.launch import kernel
 
 PART, MOST_PARTS = 512, 32  # fitted rows of a part at least, and parts of a problem at most
@@ -116,7 +116,7 @@ def _query_offsets_kernel(
 def part_length(clusters: int, rows: int) -> int:
     """Fitted rows of a part, so many that what all parts leave is less than what they read.
 
-    Neither the number of problems nor the length that a batch is padded to has a say: no sum depends on them.
+    It does not depend on the number of problems or on padding, and so no sum does.
     """
     return max(PART, block_width(4 * clusters), block_width(-(-rows // MOST_PARTS)))
 
@@ -127,45 +127,49 @@ def blocks_of(
     """Block sizes, warps, stages and registers of the two kernels; `wide`: a row takes many registers."""
     block_c = min(64, block_width(clusters))
     sums = {"BLOCK_R": 32 if wide else 128, "BLOCK_K": min(32, block_d), "num_warps": 4}
-    # With a mask the numbers of the rows are loaded before the rows: as many stages again.
+    # With a mask, row numbers are loaded before the rows, which takes as many stages again.
     sums["num_stages"] = 2 if chip.name == "hip" else 5 if masked else 3
-    # Each reads what all parts of a problem left: more rows a program, fewer such readings.
-    offsets = {"BLOCK_R": 256 if wide else 512, "BLOCK_K": 16, "PARTS": 4, "num_warps": 4 if chip.name == "hip" else 8}
-    # So few registers that on a large chip three programs, and two of the other kernel, run side by side.
-    of_sums, of_offsets = ({"maxnreg": 168}, {"maxnreg": 128}) if chip.is_large else 2 * (chip.all_registers,)
-    return {"BLOCK_C": block_c} | sums | of_sums, {"BLOCK_C": block_c} | offsets | of_offsets
+    # Each program reads what all parts of a problem left: with more rows to a program, this is read less often.
+    residuals = {
+        "BLOCK_R": 256 if wide else 512,
+        "BLOCK_K": 16,
+        "PARTS": 4,
+        "num_warps": 4 if chip.name == "hip" else 8,
+    }
+    # On a large chip three programs of the first kernel run side by side with so few registers, and two of the second.
+    of_sums, of_residuals = ({"maxnreg": 168}, {"maxnreg": 128}) if chip.is_large else 2 * (chip.all_registers,)
+    return {"BLOCK_C": block_c} | sums | of_sums, {"BLOCK_C": block_c} | residuals | of_residuals
 
 
-@torch.library.custom_op("hf_effattn::query_offsets_triton", mutates_args=())
-def query_offsets(
+@torch.library.custom_op("hf_effattn::query_residuals_triton", mutates_args=())
+def query_residuals(
     query: torch.Tensor, labels: torch.Tensor, query_mask: torch.Tensor | None, clusters: int, rows: int
 ) -> torch.Tensor:
     """`η` `(B, H, n, D)` of `n = min(N, rows)` evenly spread queries, in their dtype."""
     B, H, N, D = query.shape
-    offsets = query.new_empty(B, H, min(N, rows), D)
-    if offsets.numel() == 0:
-        return offsets
+    residuals = query.new_empty(B, H, min(N, rows), D)
+    if residuals.numel() == 0:
+        return residuals
     chip, fitted = chip_of(query), find_rows(query, query_mask, rows)
     length = min(part_length(clusters, rows), block_width(fitted.most))
     splits = -(-fitted.most // length)
     sums, sizes = (query.new_empty(B * H * splits * clusters, d, dtype=torch.float32) for d in (D, 1))
-    wide = query.dtype == torch.float32 or D % 16 > 0  # in halves, or number by number
-    of_sums, of_offsets = blocks_of(chip, wide, fitted.fit is not None, clusters, block_width(D))
+    wide = query.dtype == torch.float32 or D % 16 > 0  # multiplied in halves, or loaded number by number
+    of_sums, of_residuals = blocks_of(chip, wide, fitted.fit is not None, clusters, block_width(D))
     parts = -(-D // of_sums["BLOCK_K"]) * -(-clusters // of_sums["BLOCK_C"])
-    row_blocks = -(-fitted.most // of_offsets["BLOCK_R"])
+    row_blocks = -(-fitted.most // of_residuals["BLOCK_R"])
     inputs = *query.stride(), *labels.stride(), H, N, fitted.most, splits
-    with on_device_of(query):
-        _query_offsets_sums_kernel[(B * H * splits * parts,)](
-            query, labels, fitted.fit, sums, sizes, *inputs, length, clusters, D,
-            PRECISION=chip.dot_precision(torch.float32), **of_sums,
-        )  # fmt: skip
-        _query_offsets_kernel[(B * H * row_blocks * -(-D // of_offsets["BLOCK_K"]),)](
-            query, labels, fitted.fit, sums, sizes, offsets, *inputs, clusters, D, **of_offsets
-        )
-    return offsets
+    _query_offsets_sums_kernel[(B * H * splits * parts,)](
+        query, labels, fitted.fit, sums, sizes, *inputs, length, clusters, D,
+        PRECISION=chip.dot_precision(torch.float32), **of_sums,
+    )  # fmt: skip
+    _query_offsets_kernel[(B * H * row_blocks * -(-D // of_residuals["BLOCK_K"]),)](
+        query, labels, fitted.fit, sums, sizes, residuals, *inputs, clusters, D, **of_residuals
+    )
+    return residuals
 
 
-@query_offsets.register_fake
+@query_residuals.register_fake
 def _(query, labels, query_mask, clusters, rows):
     B, H, N, D = query.shape
     return query.new_empty(B, H, min(N, rows), D)

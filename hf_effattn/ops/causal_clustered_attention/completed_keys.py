@@ -1,14 +1,14 @@
-"""The keys that segments have seen over clusters, for a CPU: packed by cluster once, read by all later segments.
+"""Keys of completed segments, for a CPU: packed by cluster once, and read by all later segments.
 
-Sizes: `P` key/value heads of a chunk, `S` segments of a span, `m` keys that each is the first to see so, `G` clusters
-of these, `nb` blocks of `L` keys per head.
+Sizes: `P` key/value heads of a chunk, `S` segments of a batch, `m` keys that become distant for each, `G` clusters of
+these, `nb` blocks of `L` keys per head.
 """
 
 from math import inf
 
 import torch
 
-from ..bi_clustered_attention.offsets import ERROR_PER_VARIANCE
+from ..bi_clustered_attention.residuals import ERROR_PER_VARIANCE
 from ..cluster_queries.batched import as_metric
 from ..kmeans.batched import Points, cluster
 from ..kmeans.sampling import most_fit_rows
@@ -16,37 +16,39 @@ from ..shared.cluster_blocks import ClusterBlocks
 from ..shared.precision import SMALLEST
 from ..shared.tables import cluster_rows, cluster_sizes
 from .reference import Settings
-from .spans import Span, key_block_length, places_of
+from .segment_batches import SegmentBatch, key_block_length, places_of
 
 
-class FinishedKeys:
-    """The keys and values of a chunk `(P, N, ·)` that segments have seen over clusters, and the clusters.
+class CompletedKeys:
+    """Completed keys and values of a chunk `(P, N, ·)`, and their clusters.
 
-    Of every segment its clusters and places stand behind those of the segments before, and stay. How many they are
-    depends on no key.
+    The clusters and places of a segment stand behind those of the segments before, and do not change any more. Their
+    number does not depend on the keys.
 
     Attributes:
         places: `nb · L`, of the rows in use.
-        width: places of each of the last span's segments.
-        segments: of the last span.
+        width: places of each of the last batch's segments.
+        segments: of the last batch.
         rows: `(P, most, D + Dv)`: key and value less the means of their cluster; 0 in empty places.
         full: `(P, most)`, 1 where a key is, else 0.
         sources: `(P, most)` number of the key, 0 in empty places.
         distances: `d_t²` `(P, most)`; -1 in empty places.
-        farthest: the largest `d_t²` that each of the last span's segments sees, `(P, S)`.
+        farthest: the largest `d_t²` that each of the last batch's segments sees, `(P, S)`.
         clusters: `(P, most / L)` cluster of a block.
         means: `(P, ·, D + Dv)`.
         grad: gradients of `rows`; None before there are any.
     """
 
-    def __init__(self, key: torch.Tensor, value: torch.Tensor, settings: Settings, spans: list[Span]) -> None:
+    def __init__(
+        self, key: torch.Tensor, value: torch.Tensor, settings: Settings, batches: list[SegmentBatch]
+    ) -> None:
         self.key, self.value, self.settings = key, value, settings
         P, _, self.D = key.shape
         self.Dv = value.shape[2]
         self.L = key_block_length(settings)
-        late = [span for span in spans if span.new.stop]
-        most = sum(span.count * places_of(span.new.stop - span.new.start, settings) for span in late)
-        segments = sum(span.count for span in late)
+        late = [batch for batch in batches if batch.new.stop]
+        most = sum(batch.count * places_of(batch.new.stop - batch.new.start, settings) for batch in late)
+        segments = sum(batch.count for batch in late)
         self.places, self.G, self.width, self.segments = 0, 0, 0, 0
         self.rows = key.new_empty(P, most, self.D + self.Dv)
         self.full = key.new_empty(P, most)
@@ -61,50 +63,50 @@ class FinishedKeys:
         self.grad: torch.Tensor | None = None
         self.blocks: list[tuple[slice, slice, ClusterBlocks]] = []
 
-    def _older(self, span: Span) -> torch.Tensor:
-        """How many older keys each segment has, `(S, 1, 1)`."""
-        return torch.tensor(span.older, device=self.key.device)[:, None, None]
+    def _distant(self, batch: SegmentBatch) -> torch.Tensor:
+        """How many distant keys each segment has, `(S, 1, 1)`."""
+        return torch.tensor(batch.distant, device=self.key.device)[:, None, None]
 
-    def _new(self, rows: torch.Tensor, span: Span) -> torch.Tensor:
-        """Of rows `(P, N, ·)` those that a span's segments are the first to see: `(P, S, m, ·)`."""
-        return rows[:, span.new_keys].unflatten(1, (span.count, -1))
+    def _new(self, rows: torch.Tensor, batch: SegmentBatch) -> torch.Tensor:
+        """Of rows `(P, N, ·)` those that a batch's segments are the first to see: `(P, S, m, ·)`."""
+        return rows[:, batch.new_keys].unflatten(1, (batch.count, -1))
 
-    def metrics(self, span: Span) -> torch.Tensor:
-        """Of every segment of the next span the metric of its older keys, `(P · S, D, D)`."""
-        centered = self._new(self.key, span) - self.first_mean[:, None]
+    def metrics(self, batch: SegmentBatch) -> torch.Tensor:
+        """Of every segment of the next batch the metric of its distant keys, `(P · S, D, D)`."""
+        centered = self._new(self.key, batch) - self.first_mean[:, None]
         totals = centered.sum(dim=2, keepdim=True).cumsum(dim=1) + self.total
         grams = (centered.transpose(2, 3) @ centered).cumsum(dim=1) + self.gram
         self.total, self.gram = totals[:, -1:], grams[:, -1:]
-        means = totals / self._older(span)
-        return as_metric((grams / self._older(span) - means.transpose(2, 3) * means).flatten(0, 1))
+        means = totals / self._distant(batch)
+        return as_metric((grams / self._distant(batch) - means.transpose(2, 3) * means).flatten(0, 1))
 
-    def labels_of(self, span: Span, covariance: torch.Tensor) -> torch.Tensor:
-        """Clusters of the keys of the next span `(P · S, m)`, by `Σ_η` `(P · S, D, D)` of their segments."""
-        keys = self._new(self.key, span).flatten(0, 1)
+    def labels_of(self, batch: SegmentBatch, covariance: torch.Tensor) -> torch.Tensor:
+        """Clusters of the keys of the next batch `(P · S, m)`, by `Σ_η` `(P · S, D, D)` of their segments."""
+        keys = self._new(self.key, batch).flatten(0, 1)
         return labels_of(keys, self.settings.key_clusters, self.settings, as_metric(covariance.clone()))
 
-    def add(self, span: Span, labels: torch.Tensor, covariance: torch.Tensor) -> None:
-        """The keys of the next span, of their labels `(P · S, m)` and of the covariances `Σ_η` `(P · S, D, D)`."""
-        settings, D, G, P, S = self.settings, self.D, self.settings.key_clusters, len(self.key), span.count
+    def add(self, batch: SegmentBatch, labels: torch.Tensor, covariance: torch.Tensor) -> None:
+        """The keys of the next batch, of their labels `(P · S, m)` and of the covariances `Σ_η` `(P · S, D, D)`."""
+        settings, D, G, P, S = self.settings, self.D, self.settings.key_clusters, len(self.key), batch.count
         m = labels.shape[1]
         index = cluster_rows(labels, G)
         sizes = cluster_sizes(index, P * S, G)
         width = places_of(m, settings)
         blocks = ClusterBlocks.of(index, sizes, aligned=True, length=self.L, per_head=width // self.L)
-        packed = blocks.pack(self._new(self.key, span), self._new(self.value, span))  # (P · S · nb, L, D + Dv)
+        packed = blocks.pack(self._new(self.key, batch), self._new(self.value, batch))  # (P · S · nb, L, D + Dv)
         means = blocks.sum(packed.sum(dim=1), P * S * G) / sizes.view(-1, 1).clamp(min=1)
         empty = (blocks.sources == index.numel()).view(P, -1)
         places = slice(self.places, self.places + empty.shape[1])
         full = self.full[:, places].copy_(~empty)
         packed.addcmul_(full.reshape(-1, self.L, 1), blocks.of_cluster(means)[:, None], value=-1)
         self.rows[:, places] = packed.view(P, -1, packed.shape[2])
-        first = torch.arange(P, device=packed.device)[:, None] * S * m - span.new.start
+        first = torch.arange(P, device=packed.device)[:, None] * S * m - batch.new.start
         self.sources[:, places] = (blocks.sources.view(P, -1) - first).masked_fill_(empty, 0)
         clusters = blocks.clusters.view(P, -1) % (S * G) + self.G
         self.clusters[:, places.start // self.L : places.stop // self.L] = clusters
         self.means[:, self.G : self.G + S * G] = means.view(P, S * G, -1)
         distances = self.distances[:, places].fill_(1.0)
-        if settings.first_order:
+        if settings.linear_summaries:
             spread = packed.view(P * S, width, -1)[..., :D]
             found = torch.linalg.vecdot(spread @ covariance, spread).clamp_(min=SMALLEST)
             distances.copy_(found.view(P, -1))
@@ -114,13 +116,13 @@ class FinishedKeys:
         distances.masked_fill_(empty, -1.0)
         of_segments = torch.cat([self.farthest[:, -1:], distances.unflatten(1, (S, -1)).amax(dim=2)], dim=1)
         self.farthest = of_segments.cummax(dim=1).values[:, 1:]
-        self.blocks.append((span.new_keys, places, blocks))
+        self.blocks.append((batch.new_keys, places, blocks))
         self.places, self.G, self.width, self.segments = places.stop, self.G + S * G, width, S
 
     def hide_later(self, numbers: torch.Tensor, value: float, width: int) -> torch.Tensor:
-        """Put a number where a segment of the last span would see keys of later ones: `(P, S · ·, columns, ...)`.
+        """Fill in `value` where a segment of the last batch would see keys of later ones: `(P, S · ·, columns, ...)`.
 
-        `width` is how many of the columns, of which the last are of that span, each segment has.
+        The last columns belong to that batch, `width` of them to each segment.
         """
         S = self.segments
         if S > 1:
@@ -130,9 +132,9 @@ class FinishedKeys:
             own.masked_fill_(later.view(S, 1, S, *[1] * (own.ndim - 4)), value)
         return numbers
 
-    def predicted(self, of_heads: torch.Tensor, span: Span) -> torch.Tensor:
-        """The error that they will make, `(P · S,)`; `of_heads` are covariances of offsets, `(P · S, g, D, D)`."""
-        within = (self.within / self._older(span)).flatten(0, 1)
+    def predicted(self, of_heads: torch.Tensor, batch: SegmentBatch) -> torch.Tensor:
+        """Predicted errors of the segments `(P · S,)`; `of_heads`: covariances of residuals `(P · S, g, D, D)`."""
+        within = (self.within / self._distant(batch)).flatten(0, 1)
         return (of_heads * within[:, None]).sum(dim=(2, 3)).amax(dim=1) * ERROR_PER_VARIANCE
 
     def grad_rows(self) -> torch.Tensor:

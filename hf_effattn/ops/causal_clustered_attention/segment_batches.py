@@ -1,6 +1,6 @@
-"""Segments that are worked on at once: neighbours of equal sizes, in few large steps.
+"""Batches of segments that are computed at once: neighbours of equal sizes, in few large steps.
 
-Sizes: `P` key/value heads of a chunk, `g` query heads that share one, `S` segments of a span, `n` tokens of a segment.
+Sizes: `P` key/value heads of a chunk, `g` query heads that share one, `S` segments of a batch, `n` tokens of each.
 What belongs to several segments has them behind the heads, `(P · S, ...)`.
 """
 
@@ -12,21 +12,21 @@ import torch
 from ..shared.cluster_blocks import block_length
 from .reference import Settings
 
-# The most numbers that a span looks at in one step, where it has more than one segment: 4 MiB in float32.
-SPAN_NUMBERS = 2**20
+# Most numbers that a batch of more than one segment reads in one step: 4 MiB in float32.
+BATCH_NUMBERS = 2**20
 
 
 @dataclass(frozen=True)
-class Span:
-    """Neighbouring segments with as many keys of every kind, but for older ones.
+class SegmentBatch:
+    """Neighbouring segments with equal numbers of keys of every kind but distant ones.
 
     Args:
         start (`int`): the first token.
         length (`int`): `n`.
         window (`int`): keys before each segment that it attends to exactly.
-        topk (`int`): older keys that it attends to exactly.
-        new (`slice`): the keys that the first segment is the first to see over clusters; as many of every other one
-            stand behind each other. Empty where there are no older keys.
+        topk (`int`): distant keys that it attends to exactly.
+        new (`slice`): the keys that become distant with the first segment; as many for each of the other segments
+            follow. Empty where there are no distant keys.
         fitted (`slice`): the queries whose clusters the first segment reads.
         count (`int`): `S`.
     """
@@ -46,25 +46,25 @@ class Span:
 
     @property
     def new_keys(self) -> slice:
-        """Those that the segments are the first to see over clusters."""
+        """Keys that become distant with these segments."""
         return slice(self.new.start, self.new.start + self.count * (self.new.stop - self.new.start))
 
     @property
-    def past_queries(self) -> slice:
-        """Those whose clusters the segments read."""
+    def previous_queries(self) -> slice:
+        """Queries of the segments before each of these, whose clusters they read."""
         return slice(self.fitted.start, self.fitted.start + self.count * (self.fitted.stop - self.fitted.start))
 
     @property
-    def older(self) -> list[int]:
-        """How many older keys each segment has."""
+    def distant(self) -> list[int]:
+        """How many distant keys each segment has."""
         step = self.new.stop - self.new.start
         return [self.new.stop + i * step for i in range(self.count)]
 
-    def continues(self, other: "Span") -> bool:
-        """Whether this one, of one segment, can be the next segment of another."""
+    def continues(self, other: "SegmentBatch") -> bool:
+        """Whether this batch of one segment can be the next segment of another batch."""
         sizes = ("length", "window", "topk")
         alike = all(getattr(self, name) == getattr(other, name) for name in sizes)
-        steps = ((self.new, other.new_keys, other.new), (self.fitted, other.past_queries, other.fitted))
+        steps = ((self.new, other.new_keys, other.new), (self.fitted, other.previous_queries, other.fitted))
         return alike and all(
             own.start == before.stop and own.stop - own.start == first.stop - first.start
             for own, before, first in steps
@@ -79,7 +79,7 @@ class Span:
         return rows.unflatten(0, (-1, self.count)).transpose(1, 2).flatten(2, 3)
 
     def keys(self, rows: torch.Tensor, first: int, width: int) -> torch.Tensor:
-        """Of rows of keys `(P, N, D)` those from `first` on, and for every next segment `n` further: `(P · S, m, D)`.
+        """Rows of keys `(P, N, D)` from `first` on, and for every next segment `n` further on: `(P · S, m, D)`.
 
         `first` and `width` `m` are those of the first segment.
         """
@@ -98,24 +98,26 @@ class Span:
             target[:, begin:last].unfold(1, width, rounds * step).transpose(2, 3).add_(own)
 
 
-def spans(settings: Settings, length: int, heads: int) -> Iterator[Span]:
-    """The segments of rows of that length, in spans; `heads` are `P` key/value heads."""
+def segment_batches(settings: Settings, length: int, heads: int) -> Iterator[SegmentBatch]:
+    """The segments of rows of that length, in batches; `heads` are `P` key/value heads."""
     query, key, value = settings[:3]
     D, group = query.shape[3], query.shape[1] // max(1, key.shape[1])
     fused = query.device.type == "cpu" and settings.dropout_seed is None and value.shape[3] == D
     places = 0
-    found: Span | None = None
+    found: SegmentBatch | None = None
     for start in range(0, length, settings.segment_length):
         stop = min(start + settings.segment_length, length)
-        older = settings.older(start)
-        before = settings.older(max(0, start - settings.segment_length))
-        fitted = settings.fitted(start) if older else slice(0, 0)
-        own = Span(start, stop - start, start - older, min(settings.topk, older), slice(before, older), fitted)
-        places += places_of(older - before, settings)
+        distant = settings.distant(start)
+        before = settings.distant(max(0, start - settings.segment_length))
+        fitted = settings.fitted(start) if distant else slice(0, 0)
+        own = SegmentBatch(
+            start, stop - start, start - distant, min(settings.topk, distant), slice(before, distant), fitted
+        )
+        places += places_of(distant - before, settings)
         per_row = max(D, 0 if fused else max(own.window, own.length))
         numbers = heads * group * max(per_row * own.length, settings.clusters * places, own.topk * D)
         numbers = max(numbers, heads * own.window * D)
-        room = SPAN_NUMBERS // max(1, numbers)
+        room = BATCH_NUMBERS // max(1, numbers)
         if found is not None and own.continues(found) and found.count < room:
             found = replace(found, count=found.count + 1)
             continue
@@ -127,7 +129,7 @@ def spans(settings: Settings, length: int, heads: int) -> Iterator[Span]:
 
 
 def places_of(keys: int, settings: Settings) -> int:
-    """Places that so many keys of a segment take in blocks of one cluster each, however they are clustered."""
+    """Places for so many keys of a segment in blocks of one cluster each, however they are clustered."""
     clusters, L = min(settings.key_clusters, keys), key_block_length(settings)
     return (clusters + (keys - clusters) // L) * L
 

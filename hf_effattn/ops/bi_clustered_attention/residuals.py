@@ -1,4 +1,4 @@
-"""What is known before anything is attended to: how queries differ from their centroids, and what that will cost.
+"""What is known before anything is attended to: how queries differ from their centroids, and the error to expect.
 
 Sizes: `B` batch, `H` query heads, `P` key/value heads, `N` queries, `M` keys, `n` of them that are looked at.
 """
@@ -19,7 +19,7 @@ PREDICTION_ROWS = 2048  # keys of each head that a prediction looks at
 PARTS = 16  # of the rows whose products are summed on an accelerator
 
 
-def query_offsets(
+def query_residuals(
     query: torch.Tensor,
     labels: torch.Tensor,
     clusters: int,
@@ -31,14 +31,14 @@ def query_offsets(
 ) -> tuple[torch.Tensor, torch.Tensor | None]:
     """`η = Q_i - Q̄_l(i)` of evenly spread queries, the centroids being their means.
 
-    As `key` of `cluster_queries` they make the metric in which two keys are alike when no query's offset from its
-    centroid tells them apart.
+    Given to `cluster_queries` as `key`, they make the metric in which two keys are alike if no query's residual tells
+    them apart.
 
     Args:
         query (`torch.Tensor`): `(B, H, N, D)`, any strides.
         labels (`torch.Tensor`): integers `(B, H, N)` in `0 .. clusters - 1`.
         clusters (`int`): number of query clusters.
-        key_heads (`int`, *optional*): `P`, a divisor of `H`; the offsets of query heads that share one stand together.
+        key_heads (`int`, *optional*): `P`, a divisor of `H`; query heads that share one stand together.
         query_mask (`torch.BoolTensor`, *optional*): `(B, N)`, True = counts.
         rows (`int`): at most so many queries of each head.
         backend (`str`, *optional*): `"reference"`, `"batched"` or `"triton"`; default: Triton on a GPU, else batched.
@@ -53,18 +53,18 @@ def query_offsets(
     counts = None
     if query_mask is not None:
         counts = torch.arange(min(N, rows), device=query.device) < query_mask.sum(dim=1, keepdim=True)
-    eta = choose_backend(backend, (_offsets, _offsets, _triton), query)(query, labels, query_mask, clusters, rows)
+    eta = choose_backend(backend, (_residuals, _residuals, _triton), query)(query, labels, query_mask, clusters, rows)
     group = H // (key_heads or H)
     return eta.view(B, H // group, group * eta.shape[2], D), None if counts is None else counts.repeat(1, group)
 
 
 def _triton(*arguments: Any) -> torch.Tensor:
-    from .triton.offsets import query_offsets
+    from .triton.residuals import query_residuals
 
-    return query_offsets(*arguments)
+    return query_residuals(*arguments)
 
 
-def _offsets(
+def _residuals(
     query: torch.Tensor, labels: torch.Tensor, query_mask: torch.Tensor | None, clusters: int, rows: int
 ) -> torch.Tensor:
     """`η` `(B, H, n, D)` in float32 or float64."""
@@ -77,15 +77,15 @@ def _offsets(
     if counts is not None:
         counted = counts.repeat_interleave(H, dim=0)  # (B · H, n)
         points = points.masked_fill(~counted[..., None], 0.0)  # whatever padding holds
-    # Sums of ones, as torch.compile knows the shape of no bincount.
+    # Sums of ones: torch.compile does not know the shape of a bincount.
     sizes = cluster_sums(counted[..., None].to(points.dtype), index, B * H, clusters)
     means = cluster_sums(points, index, B * H, clusters) / sizes.clamp(min=1)
     return (points - means.flatten(0, 1).index_select(0, index).view_as(points)).view(B, H, *points.shape[1:])
 
 
 def predicted_error(
-    offsets: torch.Tensor,
-    offsets_mask: torch.Tensor | None,
+    residuals: torch.Tensor,
+    residuals_mask: torch.Tensor | None,
     key: torch.Tensor,
     key_labels: torch.Tensor,
     key_clusters: int,
@@ -95,15 +95,16 @@ def predicted_error(
     scale: float | None = None,
     rows: int = PREDICTION_ROWS,
 ) -> torch.Tensor:
-    """The relative error that first-order attention will make in each head, `(B, P)`, known before it runs.
+    """The relative error that bi-clustered attention will make in each head, `(B, P)`, known before it runs.
 
-    `σ² / 4` with `σ² = tr(Σ_η · W)`: the variance of what a query's offset scores within a cluster of keys, `Σ_η` the
-    covariance of the offsets, `W` the mean covariance of keys within their clusters. Over 72 heads of a BERT its rank
-    correlation with the error was .86; above about 1 the head attends to few keys, which no summary serves.
+    It is `σ² / 4`, where `σ² = tr(Σ_η · W)` is the variance of what a query's residual scores within a key cluster,
+    `Σ_η` the covariance of the residuals and `W` the mean covariance of keys within their clusters. Over 72 heads of a
+    BERT its rank correlation with the error was .86. Above about 1 the head attends to few keys, which no summary
+    serves.
 
     Args:
-        offsets (`torch.Tensor`): `(B, P, group · n, D)`, from `query_offsets`.
-        offsets_mask (`torch.BoolTensor`, *optional*): `(B, group · n)`, from `query_offsets`.
+        residuals (`torch.Tensor`): `(B, P, group · n, D)`, from `query_residuals`.
+        residuals_mask (`torch.BoolTensor`, *optional*): `(B, group · n)`, from `query_residuals`.
         key (`torch.Tensor`): `(B, P, M, D)`.
         key_labels (`torch.Tensor`): integers `(B, P, M)` in `0 .. key_clusters - 1`.
         key_clusters (`int`): number of key clusters.
@@ -114,18 +115,18 @@ def predicted_error(
     """
     key = key.detach()
     scale = key.shape[3] ** -0.5 if scale is None else scale
-    dtype = torch.promote_types(offsets.dtype, torch.float32)
-    eta, counted = _only_counted(offsets.detach(), offsets_mask, dtype)
-    within, mask = query_offsets(key, key_labels, key_clusters, query_mask=key_mask, rows=rows)
+    dtype = torch.promote_types(residuals.dtype, torch.float32)
+    eta, counted = _only_counted(residuals.detach(), residuals_mask, dtype)
+    within, mask = query_residuals(key, key_labels, key_clusters, query_mask=key_mask, rows=rows)
     within, keys = _only_counted(within, mask, dtype)
-    # Only where it is on: torch.distributed.pipelining cannot split a graph with the context of it.
+    # Only where autocast is on: torch.distributed.pipelining cannot split a graph that contains its context.
     with torch.autocast(key.device.type, enabled=False) if autocasts(key.device.type) else nullcontext():
         if key.is_cpu:
-            counted = counted / group if offsets_mask is None else counted[:, :, None] / group
+            counted = counted / group if residuals_mask is None else counted[:, :, None] / group
             keys = keys if mask is None else keys[:, :, None, None]
             eta = eta.unflatten(2, (group, -1))  # (B, P, group, n, D)
             return error_of(eta.mT @ eta, counted, within.mT @ within / keys, scale)
-        # A launch costs an accelerator's host more than all of this costs the accelerator.
+        # On an accelerator the launches cost the host more time than all of this arithmetic.
         return largest_product(eta, within, group) * (scale**2 * ERROR_PER_VARIANCE * group / (counted * keys))
 
 
@@ -148,12 +149,12 @@ def largest_product(eta: torch.Tensor, within: torch.Tensor, group: int) -> torc
 def sum_of_products(rows: torch.Tensor, count: int) -> torch.Tensor:
     """`Σ_i x_i^T x_i` of rows `(..., D)`, as many of each of `count` matrices `(count, D, D)`.
 
-    In parts where the rows can be cut into equal ones: a sum of thousands of numbers is one chain, which leaves the
-    rest of a chip idle. What else is in the batch has no say in it.
+    Rows that can be cut into equal parts are summed in parts: one sum of thousands of numbers is a chain that leaves
+    most of a chip idle. The cut does not depend on the rest of the batch.
     """
     D = rows.shape[-1]
     n = rows.numel() // max(1, count * D)
-    parts = PARTS if statically_known_true(n % PARTS == 0) else 1  # a length that a graph leaves open tells no part
+    parts = PARTS if statically_known_true(n % PARTS == 0) else 1  # a length that a graph leaves open is not cut
     rows = rows.reshape(count * parts, n // parts, D)
     products = torch.bmm(rows.mT, rows)
     return products if parts == 1 else products.view(count, parts, D, D).sum(dim=1)
@@ -162,7 +163,7 @@ def sum_of_products(rows: torch.Tensor, count: int) -> torch.Tensor:
 def error_of(
     covariance: torch.Tensor, counted: torch.Tensor | float, spread: torch.Tensor, scale: float
 ) -> torch.Tensor:
-    """The predicted errors `(B, P)` of the sums `η^T η` `(B, P, group, D, D)` of so many offsets each, and of `W`."""
+    """The predicted errors `(B, P)` of the sums `η^T η` `(B, P, group, D, D)` of so many residuals, and of `W`."""
     variances = (covariance * spread[:, :, None]).sum(dim=(3, 4)) / counted  # (B, P, group)
     return variances.amax(dim=2) * (scale**2 * ERROR_PER_VARIANCE)
 
@@ -175,7 +176,7 @@ def spread_rows(
     Returns `(n,)` row numbers, or with a mask `(B, n)` and which of them stand for a row, `(B, n)`.
     """
     N = tensor.shape[2]
-    count = min(count, N)  # a symbol in a graph of many lengths, where `len` would give the traced one
+    count = min(count, N)  # in a graph of many lengths a symbol; `len` would give the traced length
     places = torch.arange(count, device=tensor.device)
     if mask is None:
         return places * N // max(1, count), None

@@ -1,4 +1,4 @@
-"""Late segments over the finished keys, on a GPU: which of them exactly, and tables of summaries for the others.
+"""Late segments over the completed keys, on a GPU: which of them exactly, and tables of summaries for the others.
 
 Sizes as in `layout` and `clusters`; of the late segments some at once, `L`, from the `first` on, whose queries see the
 blocks of keys `0 .. first`, and one more each. Places of keys number all blocks through, `n` each. Scores are
@@ -11,7 +11,7 @@ import torch
 import triton
 import triton.language as tl
 
-from ...shared.triton.chips import block_width, chip_of, on_device_of
+from ...shared.triton.chips import block_width, chip_of
 from ...shared.triton.cluster_table import is_exact, load_sizes, load_top
 from ...shared.triton.launch import kernel
 from ...shared.triton.softmax import KIND, dot_rows, softmax_step, softmax_weights
@@ -32,14 +32,14 @@ class Late(NamedTuple):
     first: int
     segments: int  # `L`
     centroids: torch.Tensor  # `(L · P · g, C, D)`
-    starts: torch.Tensor  # of the clusters of past queries, `(L · P · g, C + 2)`
+    starts: torch.Tensor  # of the clusters of previous queries, `(L · P · g, C + 2)`
     readers: SortedRows
     exact: torch.Tensor | None  # `(L, P)`
     seed: torch.Tensor | None  # of the dropout on summaries
 
     @classmethod
     def of(cls, found: Clusters, first: int, count: int, heads: int, seed: torch.Tensor | None) -> "Late":
-        """Of all of them those; `heads` are `P · g`, `seed` that of all dropout."""
+        """`count` of all late segments from the `first` on; `heads` are `P · g`, `seed` that of all dropout."""
         own = slice(first * heads, (first + count) * heads)
         rows = found.readers
         readers = SortedRows(rows.order[own], rows.starts[own], rows.tiles[own], rows.clusters, rows.tile)
@@ -49,7 +49,7 @@ class Late(NamedTuple):
         return cls(first, count, found.centroids[own], found.starts[own], readers, exact, seed)
 
     def own(self, rows: torch.Tensor) -> torch.Tensor:
-        """Of rows of every query head in every late segment, those of these segments: `(L · P · g, ·)`."""
+        """The rows that belong to these segments, of rows of every query head in every late segment."""
         problems = len(self.centroids)
         return rows[self.first * (problems // self.segments) :][:problems]
 
@@ -303,17 +303,16 @@ def choose_keys(layout: Layout, rows: Rows, found: Clusters, late: Late, top: to
     shared |= chip_of(key).all_registers
     sizes = heads, rows.group, key.shape[2], D, C, late.first, n, layout.shift, blocks
     scale, row_blocks = settings.scale * LOG2_E, -(-C // few)
-    with on_device_of(key):
-        _causal_attention_fwd_mass_kernel[(problems * blocks * row_blocks,)](
-            late.centroids, key, masses, *sizes, row_blocks, scale, ROWS=few, COLUMNS=config["COLUMNS"], **shared
-        )
-        _causal_attention_fwd_share_kernel[(-(-problems * C // 16),)](
-            masses, late.starts, log_share, problems * C, C, blocks, ROWS=16, COLUMNS=16, num_warps=1
-        )
-        _causal_attention_fwd_rank_kernel[(problems * blocks,)](
-            late.centroids, key, log_share, found.log_squares, ranks, *sizes, scale, ROWS=wide,
-            COLUMNS=min(few, config["COLUMNS"]), **shared,
-        )  # fmt: skip
+    _causal_attention_fwd_mass_kernel[(problems * blocks * row_blocks,)](
+        late.centroids, key, masses, *sizes, row_blocks, scale, ROWS=few, COLUMNS=config["COLUMNS"], **shared
+    )
+    _causal_attention_fwd_share_kernel[(-(-problems * C // 16),)](
+        masses, late.starts, log_share, problems * C, C, blocks, ROWS=16, COLUMNS=16, num_warps=1
+    )
+    _causal_attention_fwd_rank_kernel[(problems * blocks,)](
+        late.centroids, key, log_share, found.log_squares, ranks, *sizes, scale, ROWS=wide,
+        COLUMNS=min(few, config["COLUMNS"]), **shared,
+    )  # fmt: skip
     select_topk(ranks, settings.topk, (top, torch.empty_like(top, dtype=torch.float32)))
 
 
@@ -333,8 +332,7 @@ def mark_keys(layout: Layout, rows: Rows, late: Late, top: torch.Tensor) -> torc
     if not topk:
         return None
     marks = top.new_zeros(len(top) // rows.group, places)
-    with on_device_of(top):
-        _causal_attention_mark_kernel[(len(top),)](top, marks, rows.group, places, topk, BLOCK=128, num_warps=1)
+    _causal_attention_mark_kernel[(len(top),)](top, marks, rows.group, places, topk, BLOCK=128, num_warps=1)
     return marks
 
 
@@ -354,26 +352,24 @@ def make_tables(
     config = tile_config(key, D, Dv, backward=True, two_sums=True)
     config["ROWS"] = min(config["ROWS"], block_width(rows.group * C))
     row_blocks, key_heads = -(-rows.group * C // config["ROWS"]), rows.heads // rows.group
-    with on_device_of(key):
-        _causal_attention_fwd_table_kernel[(late.segments * key_heads * columns * row_blocks,)](
-            late.centroids, key, value, taken, late.exact, found.keys.order, found.keys.starts, *tables,
-            key_heads, rows.group * C, key.shape[2], D, Dv, C, G, late.first, settings.segment_length, late.blocks,
-            row_blocks, settings.scale * LOG2_E, TANGENTS=settings.first_order, **config,
-        )  # fmt: skip
+    _causal_attention_fwd_table_kernel[(late.segments * key_heads * columns * row_blocks,)](
+        late.centroids, key, value, taken, late.exact, found.keys.order, found.keys.starts, *tables,
+        key_heads, rows.group * C, key.shape[2], D, Dv, C, G, late.first, settings.segment_length, late.blocks,
+        row_blocks, settings.scale * LOG2_E, TANGENTS=settings.linear_summaries, **config,
+    )  # fmt: skip
     return tables
 
 
 def attend_to_summaries(
     layout: Layout, rows: Rows, found: Clusters, late: Late, tables: Tables, output: torch.Tensor, lse: torch.Tensor
 ) -> None:
-    """Take what stands for all other older keys into outputs `(B, H, N, Dv)` and log-sum-exps `(B · H, tokens)`."""
+    """Take what stands for all other distant keys into outputs `(B, H, N, Dv)` and log-sum-exps `(B · H, tokens)`."""
     settings, query, (_, C, D) = layout.settings, rows.query, late.centroids.shape
     config, readers = forward_config(settings, query, output.shape[3]), late.readers
     tiles = readers.tiles.shape[1]
-    with on_device_of(query):
-        _causal_attention_fwd_older_kernel[(late.segments * rows.heads * tiles,)](
-            query, late.seed, late.exact, readers.order, readers.starts, readers.tiles, *tables[:3], output, lse,
-            *output.stride(), query.shape[1], rows.heads, rows.group, layout.length, layout.padded, D, output.shape[3],
-            C, found.keys.clusters, late.first, layout.first_late + late.first, settings.segment_length,
-            tables.bias.shape[1], tiles, settings.scale * LOG2_E, settings.dropout_p, **config,
-        )  # fmt: skip
+    _causal_attention_fwd_older_kernel[(late.segments * rows.heads * tiles,)](
+        query, late.seed, late.exact, readers.order, readers.starts, readers.tiles, *tables[:3], output, lse,
+        *output.stride(), query.shape[1], rows.heads, rows.group, layout.length, layout.padded, D, output.shape[3],
+        C, found.keys.clusters, late.first, layout.first_late + late.first, settings.segment_length,
+        tables.bias.shape[1], tiles, settings.scale * LOG2_E, settings.dropout_p, **config,
+    )  # fmt: skip

@@ -1,8 +1,8 @@
-"""Queries over the keys older than their segment's window, for a CPU: by clusters, and a few keys exactly.
+"""Queries over the keys before their segment's window, for a CPU: by clusters, and a few keys exactly.
 
-Sizes: `P` key/value heads of a chunk, `g` query heads that share one, `S` segments of a span, `n` queries of each, `C`
-query clusters per query head, `G` clusters of all keys that the last of the segments sees so, `nb` blocks of `L` keys
-per head.
+Sizes: `P` key/value heads of a chunk, `g` query heads that share one, `S` segments of a batch, `n` queries of each,
+`C` query clusters per query head, `G` clusters of all distant keys of the last segment, `nb` blocks of `L` keys per
+head.
 """
 
 import math
@@ -17,29 +17,29 @@ from ..shared.key_summaries import NO_MASS
 from ..shared.precision import LEAST_LOG_WEIGHT
 from ..shared.tables import cluster_rows, cluster_sizes, cluster_sums
 from ..shared.topk import largest
-from .finished_keys import FinishedKeys, labels_of
-from .local import Attended, LocalPart, merge_
+from .completed_keys import CompletedKeys, labels_of
+from .local import LocalPart, PartialOutput, merge_
 from .reference import Settings
-from .spans import Span
+from .segment_batches import SegmentBatch
 
 
-class PastQueries:
-    """Clusters of the past queries `(P · S, g, n', D)` that segments read.
+class PreviousQueries:
+    """Clusters of the previous segments' queries `(P · S, g, n', D)`.
 
     Attributes:
         labels: `(P · S, g, n')`.
         centroids: `(P · S, g · C, D)`.
-        index: `(P · S · g · n',)` row of every past query in the centroids' table.
+        index: `(P · S · g · n',)` row of every previous query in the centroids' table.
         counts: `(P · S, g, C)`.
-        of_heads: covariances of the offsets from the centroids, `(P · S, g, D, D)`; their mean is `Σ_η`.
+        of_heads: covariances of the residuals from the centroids, `(P · S, g, D, D)`; their mean is `Σ_η`.
     """
 
     def __init__(
-        self, past: torch.Tensor, metric: torch.Tensor | None, labels: torch.Tensor | None, settings: Settings
+        self, previous: torch.Tensor, metric: torch.Tensor | None, labels: torch.Tensor | None, settings: Settings
     ) -> None:
         """`metric`: `(P · S, D, D)`, None for one cluster; `labels`: where they are known, `(P · S, g, n')`."""
-        heads, g, _, D = past.shape
-        C, points = settings.clusters, past.flatten(0, 1)
+        heads, g, _, D = previous.shape
+        C, points = settings.clusters, previous.flatten(0, 1)
         self.metric = None if metric is None else metric.repeat_interleave(g, dim=0)
         if labels is None:
             labels = labels_of(points, C, settings, self.metric).unflatten(0, (heads, g))
@@ -49,12 +49,12 @@ class PastQueries:
         self.counts = sizes.view(heads, g, C)
         if C == 1:
             centroids = points.mean(dim=1, keepdim=True)
-            offsets = points - centroids
+            residuals = points - centroids
         else:
             centroids = cluster_sums(points, self.index, heads * g, C) / sizes.clamp(min=1)[..., None]
-            offsets = points - centroids.flatten(0, 1).index_select(0, self.index).view_as(points)
+            residuals = points - centroids.flatten(0, 1).index_select(0, self.index).view_as(points)
         self.centroids = centroids.view(heads, g * C, D)
-        self.of_heads = (offsets.transpose(1, 2) @ offsets / offsets.shape[1]).view(heads, g, D, D)
+        self.of_heads = (residuals.transpose(1, 2) @ residuals / residuals.shape[1]).view(heads, g, D, D)
 
     def readers(self, query: torch.Tensor) -> torch.Tensor:
         """The nearest centroid `(P · S, g, n)` of the segments' queries `(P · S, g, n, D)`."""
@@ -64,18 +64,17 @@ class PastQueries:
         return nearest(query.flatten(0, 1), directions, half_norms).view(heads, g, -1)
 
     def gradient(self, grad_centroids: torch.Tensor) -> torch.Tensor:
-        """Of the past queries `(P · S, g, n', D)`, for that of the centroids `(P, S · g · C, D)`."""
+        """Gradient of the previous queries `(P · S, g, n', D)`, given that of the centroids `(P, S · g · C, D)`."""
         heads, g, _ = self.counts.shape
         of_members = grad_centroids.flatten(0, 1) / self.counts.view(-1, 1).clamp(min=1)
         return of_members.index_select(0, self.index).view(heads, g, -1, grad_centroids.shape[2])
 
 
-class OlderSummaries:
-    """The exact keys of every query head, and what its clusters see of the others: a table of summaries.
+class DistantSummaries:
+    """The exact keys of every query head, and a table of summaries of the other distant keys for its clusters.
 
-    A summary is tilted at the centroid: its score is the log-mass there, to first order the tangent of it. Segments
-    of a span see all keys that are finished for its last one; of those that are not older than itself, a segment has
-    no mass.
+    A summary is tilted at the centroid: its score is the log-mass there, or the tangent of it. All segments of a batch
+    have the completed keys of its last one; those that are not distant for a segment have no mass there.
 
     Attributes:
         top: `T` `(P, S · g, k)`, places of the exact keys.
@@ -84,19 +83,25 @@ class OlderSummaries:
     """
 
     def __init__(
-        self, keys: FinishedKeys, past: PastQueries, span: Span, settings: Settings, *, in_order: bool
+        self,
+        keys: CompletedKeys,
+        previous: PreviousQueries,
+        batch: SegmentBatch,
+        settings: Settings,
+        *,
+        in_order: bool,
     ) -> None:
-        self.keys, self.tangents, self.S = keys, settings.first_order, span.count
-        self.P, self.g, self.C = len(keys.rows), *past.counts.shape[1:]
+        self.keys, self.tangents, self.S = keys, settings.linear_summaries, batch.count
+        self.P, self.g, self.C = len(keys.rows), *previous.counts.shape[1:]
         self.new_clusters = settings.key_clusters
-        self.centroids = past.centroids.view(self.P, -1, keys.D)  # (P, S · g · C, D)
-        self.counts = past.counts.view(self.P, -1, self.C)
+        self.centroids = previous.centroids.view(self.P, -1, keys.D)  # (P, S · g · C, D)
+        self.counts = previous.counts.view(self.P, -1, self.C)
         self.rows, self.clusters = keys.rows[:, : keys.places], keys.clusters[:, : keys.places // keys.L]
         self.means = keys.means[:, : keys.G]
         mean_scores = self.centroids @ self.means[..., : keys.D].transpose(1, 2)  # Q̄_j·K̄_c: (P, S · g · C, G)
         self.mean_scores = keys.hide_later(mean_scores, 0.0, self.new_clusters)
         self.weights, self.shift = self._weigh(slice(None), slice(None))
-        self.top = self._choose(span.topk, in_order=in_order)
+        self.top = self._choose(batch.topk, in_order=in_order)
         self._summarise(self._masses_of_the_rest(settings.segment_length))
 
     def _by_block(self, numbers: torch.Tensor) -> torch.Tensor:
@@ -115,7 +120,7 @@ class OlderSummaries:
         """
         keys = self.keys
         scores = torch.bmm(self.centroids[heads, own], self.rows[heads, :, : keys.D].transpose(1, 2))
-        # An empty place scores 0, which the largest of a cluster never is below: their mean is 0.
+        # An empty place scores 0. The largest score of a cluster is never below 0, as its scores have mean 0.
         shift = torch.zeros_like(self.mean_scores[heads, own])
         lowest = torch.finfo(shift.dtype).min
         if taken is not None:
@@ -139,13 +144,16 @@ class OlderSummaries:
         """As `_masses`, without `T`; weighs anew where all of up to `most` keys may lie below `LEAST_LOG_WEIGHT`."""
         mass = self._masses()
         unsure = ((mass > 0) & (mass < most * self._least_sure())).unflatten(1, (self.S, -1)).flatten(2).any(dim=2)
-        for p, segment in unsure.nonzero().tolist():  # one by one: none may see whether a later one is unsure
+        for (
+            p,
+            segment,
+        ) in unsure.nonzero().tolist():  # one by one: whether a later segment is unsure must change nothing here
             head, own = slice(p, p + 1), self._centroids_of(segment)
             self.weights[head, own], self.shift[head, own] = self._weigh(head, own, self.weights[head, own] == 0)
         return self._masses() if unsure.any() else mass
 
     def _least_sure(self) -> float:
-        """A sum of weights, per weight, beside which `LEAST_LOG_WEIGHT` is rounding."""
+        """Mean weight from which on the weights that `LEAST_LOG_WEIGHT` cuts off are below rounding."""
         return math.exp(LEAST_LOG_WEIGHT) / torch.finfo(self.weights.dtype).eps
 
     def _masses(self) -> torch.Tensor:
@@ -155,7 +163,7 @@ class OlderSummaries:
         return of_blocks @ member.to(of_blocks.dtype)
 
     def _choose(self, topk: int, *, in_order: bool) -> torch.Tensor:
-        """Places of the keys with the largest weight of the past queries, times `d_t²`; their weights get 0."""
+        """Places of the keys with the largest weight of the previous queries, times `d_t²`; their weights get 0."""
         counts, keys, C, S, g = self.counts, self.keys, self.C, self.S, self.g
         if not topk:
             return counts.new_empty(self.P, S * g, 0)
@@ -213,7 +221,7 @@ class OlderSummaries:
         self.table = ClusterTable(table_keys.flatten(0, 1), tilted[..., D:].flatten(0, 1).contiguous())
 
     def backward(self, grad: ClusterTable) -> torch.Tensor:
-        """Gradient of the centroids `(P, S · g · C, D)`; adds to those of the keys' rows. Spoils the weights."""
+        """Gradient of the centroids `(P, S · g · C, D)`; adds to those of the keys' rows. Overwrites the weights."""
         keys, D, J = self.keys, self.keys.D, self.centroids.shape[1]
         grad_keys, grad_values = (rows.unflatten(0, (self.P, J)) for rows in (grad.keys, grad.values))
         grad_log_mass = grad_keys[..., D]
@@ -234,7 +242,7 @@ class OlderSummaries:
             weights, rows = self._by_block(self.weights[p]), self.rows[p].unflatten(0, (-1, keys.L))
             of_mass = constant[p].T.index_select(0, self.clusters[p])[..., None]
             grad_scores = torch.baddbmm(of_mass, of_blocks, rows.transpose(1, 2)).mul_(weights)  # (nb, S · g · C, L)
-            # Of both factors of the rows at once: they are the largest numbers here, and read and written once.
+            # Both factors in one product: the rows, the largest tensors here, are read and written once.
             seen = of_blocks.new_empty(len(of_blocks), 2 * J, of_blocks.shape[2])
             seen[:, :J] = of_blocks
             seen[:, J:, :D] = self.centroids[p]
@@ -242,12 +250,12 @@ class OlderSummaries:
             target = grad_rows[p, : keys.places].unflatten(0, (-1, keys.L))
             target.baddbmm_(torch.cat([weights, grad_scores], dim=1).transpose(1, 2), seen)
             grad_centroids[p] += torch.bmm(grad_scores, rows[..., :D]).sum(dim=0)
-        # Q̄_j·K_t is the score of what remains of the key, and of its cluster's mean.
+        # Q̄_j·K_t is the score of the key less its cluster's mean, and of that mean.
         return grad_centroids.add_(grad_log_mass @ self.means[..., :D])
 
 
-class OlderPart:
-    """The segments' queries `(P · S, g, n, D)` over the older keys: a few exactly, the others by clusters.
+class DistantPart:
+    """The segments' queries `(P · S, g, n, D)` over the distant keys: a few exactly, the others by clusters.
 
     `factor`: dropout of these, `(P · S, g, n, topk + clusters)`.
     """
@@ -255,15 +263,15 @@ class OlderPart:
     def __init__(
         self,
         query: torch.Tensor,
-        keys: FinishedKeys,
-        past: PastQueries,
-        span: Span,
+        keys: CompletedKeys,
+        previous: PreviousQueries,
+        batch: SegmentBatch,
         factor: torch.Tensor | None,
         settings: Settings,
     ) -> None:
         heads, g, n, D = query.shape
-        self.query, self.shape, self.keys, self.past, self.span = query, query.shape, keys, past, span
-        self.summaries = OlderSummaries(keys, past, span, settings, in_order=factor is not None)
+        self.query, self.shape, self.keys, self.previous, self.batch = query, query.shape, keys, previous, batch
+        self.summaries = DistantSummaries(keys, previous, batch, settings, in_order=factor is not None)
         top = self.summaries.top
         first = torch.arange(len(top), device=query.device)[:, None, None] * keys.key.shape[1]
         self.sources = (keys.sources.gather(1, top.flatten(1)).view_as(top) + first).flatten()
@@ -281,7 +289,7 @@ class OlderPart:
         if settings.clusters == 1:
             self.blocks = ClusterBlocks.whole(heads * g, n, query.device)
         else:
-            tables = cluster_rows(past.readers(query).flatten(0, 1), settings.clusters)
+            tables = cluster_rows(previous.readers(query).flatten(0, 1), settings.clusters)
             self.blocks = ClusterBlocks.of(tables, cluster_sizes(tables, heads, g * settings.clusters))
 
     def _packed_query(self) -> torch.Tensor:
@@ -293,9 +301,9 @@ class OlderPart:
     def _unpack(self, packed: torch.Tensor) -> torch.Tensor:
         return self.blocks.unpack(packed, self.shape[0]).view(*self.shape[:3], -1)
 
-    def attend(self) -> Attended:
+    def attend(self) -> PartialOutput:
         """Outputs `(P · S, g, n, Dv)` and log-sum-exp `(P · S, g, n, 1)`."""
-        if self.past.counts.shape[2] == 1:
+        if self.previous.counts.shape[2] == 1:
             return self._by_head(self._together().attend())
         table, factor = self.summaries.table, None if self.factor is None else self._pack(self.factor)[:, None]
         key, value = self.blocks.of_cluster(table.keys), self.blocks.of_cluster(table.values)
@@ -306,7 +314,7 @@ class OlderPart:
         return found
 
     def _together(self) -> LocalPart:
-        """Exact keys and the summaries at the one centroid, as the keys of one step."""
+        """Exact keys and the summaries at the only centroid, as the keys of one step."""
         exact, table, D = self.exact, self.summaries.table, self.shape[3]
         key, value = torch.cat([exact.key, table.keys[..., :D]], dim=1), torch.cat([exact.value, table.values], dim=1)
         bias = F.pad(table.keys[..., D], (exact.key.shape[1], 0))[:, None, None]
@@ -315,13 +323,13 @@ class OlderPart:
             factor = torch.cat([factor, self.factor], dim=3)
         return LocalPart(exact.query, key, value, False, factor, bias)
 
-    def _by_head(self, found: Attended) -> Attended:
+    def _by_head(self, found: PartialOutput) -> PartialOutput:
         return found[0].view(*self.shape[:3], -1), found[1].view(*self.shape[:3], 1)
 
     def backward(
-        self, grad: torch.Tensor, whole: Attended, of_key: torch.Tensor, of_value: torch.Tensor
+        self, grad: torch.Tensor, whole: PartialOutput, of_key: torch.Tensor, of_value: torch.Tensor
     ) -> tuple[torch.Tensor, torch.Tensor]:
-        """Gradients of the queries and of the past ones; adds to those of keys and values `(P, N, ·)`.
+        """Gradients of the queries and of the previous ones; adds to those of keys and values `(P, N, ·)`.
 
         `whole` is the softmax that this is a part of.
         """
@@ -332,7 +340,7 @@ class OlderPart:
             None if self.factor is None else self._pack(self.factor), self._pack(grad),
             (self._pack(whole[1]), self._pack(delta)),
         )  # fmt: skip
-        of_past = self.past.gradient(self.summaries.backward(of_table))
+        of_previous = self.previous.gradient(self.summaries.backward(of_table))
         grad_query = self._unpack(grad_packed[..., :D].contiguous())
         if self.exact.key.shape[1]:
             by_head = (part.reshape(heads * g, 1, n, -1) for part in (grad, *whole))
@@ -340,4 +348,4 @@ class OlderPart:
             grad_query = grad_query + found[0].view_as(grad_query)
             for target, more in ((of_key, found[1]), (of_value, found[2])):
                 target.view(-1, target.shape[2]).index_add_(0, self.sources, more.flatten(0, 1))
-        return grad_query, of_past
+        return grad_query, of_previous
