@@ -171,7 +171,7 @@ def measure_shape(
     length, device = query.shape[2], query.device
     exact, refused = exact_kernels(*inputs)
     calls: dict[str, Attend] = exact | {
-        name: settings.run for name, settings in methods.items() if not settings.is_exact(length, length, device.type)
+        name: settings.run for name, settings in methods.items() if not settings.is_exact(length, device.type)
     }
     rows: dict[str, dict[str, Any]] = {name: {"method": name, "exact": name in exact} for name in calls}
     for part, rounds in repeats.items():

@@ -3,7 +3,7 @@
 import json
 import warnings
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -31,13 +31,14 @@ from ..measuring.environment import environment
 from ..measuring.errors import run_model
 from ..measuring.inputs import check_inputs
 from ..measuring.progress import Progress, progress_bar
-from ..measuring.recording import Measured, as_it_was, recording
+from ..measuring.recording import Measured, recording
 from ..patching.methods import Method, make_method
 from ..patching.methods.crossover import why_never
 from ..patching.methods.per_head import CausalPerHead, PerHead, described
 from ..patching.model_types.stacks import Stack, model_type_of
 from ..patching.planning import not_a_model
 from ..patching.sentence_transformers import model_and_inputs
+from ..patching.snapshot import as_it_was
 from ..patching.stored import SETTINGS_FILE, base_model_of, read_settings, write_stored
 from .numbers import count, percent
 from .pictures import draw_head_settings
@@ -211,7 +212,7 @@ def calibrate(
     if _reads_text(stack):  # of images each counts, which shows when they are seen
         _check_enough(sum(_texts_of(batch) for batch in batches))
     lengths = _lengths_of(batches, stack)
-    if lengths and all(one.is_exact(N, N, device_type, causal=causal) for one in settings for N in lengths):
+    if lengths and all(one.is_exact(N, device_type) for one in settings for N in lengths):
         raise _nothing_to_measure(settings, lengths, device_type, causal)
     found = CandidateErrors(settings, training=training)
     with progress_bar(progress, len(batches) * len(measured.layers), "calibrate") as advance:
@@ -340,11 +341,10 @@ def _check_enough(texts: int) -> None:
 def _nothing_to_measure(candidates: Sequence[Method], lengths: Iterable[int], device: str, causal: bool) -> ValueError:
     lengths = list(lengths)
     said = f"every candidate runs exact attention on these inputs of at most {max(lengths):,} tokens"
-    forced = [replace(candidate, min_length=0) for candidate in candidates]
-    if all(candidate.is_exact(N, N, device, causal=causal) for candidate in forced for N in lengths):
+    if all(candidate.counts_reach(N) for candidate in candidates for N in lengths):
         what = "one segment and its window, or exact_keys," if causal else "one of its counts"
         return ValueError(f"{said}, since {what} reaches so far, which min_length=0 does not change: give longer ones")
-    if all(candidate.shortest_length(device, causal=causal) is None for candidate in candidates):
+    if all(candidate.shortest_length(device) is None for candidate in candidates):
         return ValueError(f"{said}: {why_never(PerHead.method, device)} (on the command line --min-length 0)")
     return ValueError(
         f"{said}, as that is faster: give longer ones, or min_length=0 (on the command line --min-length 0) to force "

@@ -23,7 +23,6 @@ from ..measuring.recording import (
     EAGER,
     Measured,
     SeenAttention,
-    as_it_was,
     make_exact,
     recording,
 )
@@ -33,6 +32,7 @@ from ..patching.model_types.stacks import Stack, reads_sound
 from ..patching.patch import apply_plans
 from ..patching.planning import PatchPlan, not_a_model, plan_patch
 from ..patching.sentence_transformers import model_and_inputs
+from ..patching.snapshot import as_it_was
 from .findings import MeasuredInput, Measurement
 from .report import Report
 
@@ -276,7 +276,7 @@ class _MeasureInput:
             if seen.module not in self.patched[label]:
                 continue
             reasons = self.reasons[label]
-            reasons.add(candidate.why_exact(N, seen.query.device.type, causal=seen.causal))
+            reasons.add(candidate.by_kind[seen.causal].why_exact(N, seen.query.device.type))
             if reasons == {"settings"}:
                 self.measured[label].why_exact = "settings"
             else:

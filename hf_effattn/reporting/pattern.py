@@ -14,8 +14,9 @@ from transformers import PreTrainedModel
 from ..measuring.candidates import UNPATCHED, Candidate, make_candidates
 from ..measuring.errors import run_model
 from ..measuring.inputs import check_inputs
-from ..measuring.recording import Measured, SeenAttention, as_it_was, recording
+from ..measuring.recording import Measured, SeenAttention, recording
 from ..patching.exact.reference import exact_weights, visible_keys
+from ..patching.snapshot import as_it_was
 
 DEFAULT_METHODS: tuple[dict[str, Any], ...] = (
     {"method": "bi-clustered", "clusters": 25, "topk": 32, "key_clusters": 50},
@@ -131,9 +132,7 @@ def find_pattern(
         is_pair=any(first) and rows is None,
         weights=weights,
         exact_labels=tuple(
-            one.label
-            for one in candidates
-            if one.why_exact(N, seen.query.device.type, causal=seen.causal) == "settings"
+            one.label for one in candidates if one.by_kind.get(seen.causal, one.settings).counts_reach(N)
         ),
     )
 

@@ -161,7 +161,7 @@ def _min_length_line(report: Findings, length: int | None) -> list[str]:
     found = []
     for label in short:
         (candidate,) = make_candidates(report.methods[label])
-        found.append(candidate.settings.shortest_length(device, causal=bool(report.environment.get("causal"))))
+        found.append(candidate.settings.shortest_length(device))
     lengths = [length for length in found if length is not None]
     if not lengths:
         never = why_never(report.methods[short[0]]["method"], device)

@@ -112,10 +112,10 @@ def attention(
         call.cast()
         attend = partial(_over_cache, chosen)
     elif dense or key.shape[2] != N or (hides_future and N == 1) or is_window_of_image(module, N):
-        if dense and hides_future and in_a_graph() and not chosen.is_exact(N, N, query.device.type, causal=True):
+        if dense and hides_future and in_a_graph() and not chosen.is_exact(N, query.device.type):
             _say_packed(method)
         _say_once_if_trained(chosen, call)
-    elif not chosen.chooses_exact(N, query.device.type, causal=hides_future):
+    elif not chosen.chooses_exact(N, query.device.type):
         call.cast()
         attend = partial(_by_method, chosen)
     elif hides_future:
@@ -157,7 +157,7 @@ def _say_if_never(method: Method, device_type: str) -> None:
     """
     if torch.compiler.is_compiling() or method.stays_exact:
         return
-    if method.shortest_length(device_type, causal=True) is None:
+    if method.shortest_length(device_type) is None:
         said = f"The patch approximates nothing: {why_never(method.method, device_type)}."
         warnings.warn(said, stacklevel=stacklevel_of_user())
 

@@ -14,6 +14,7 @@ from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, fields, replace
 from difflib import get_close_matches
+from functools import partial
 from numbers import Real
 from typing import Any, ClassVar
 
@@ -115,27 +116,38 @@ class Method(ABC):
             trained = "is trained as it is and " if self.needs_fine_tuning else ""
             raise ValueError(f'"{self.method}" {trained}approximates nothing: it takes no tolerance; leave it out')
 
-    def is_exact(self, query_length: int, key_length: int, device_type: str, *, causal: bool = False) -> bool:
-        """Whether exact attention runs instead: the input is short, so the method would save nothing."""
-        shortest = self.shortest_length(device_type, causal=causal)
-        return shortest is None or query_length < shortest
+    def is_exact(self, length: int, device_type: str) -> bool:
+        """Whether exact attention runs instead on so many tokens, because the method would save nothing."""
+        shortest = self.shortest_length(device_type)
+        return shortest is None or length < shortest or self.counts_reach(length)
 
-    def shortest_length(self, device_type: str, *, causal: bool = False) -> int | None:
+    def counts_reach(self, length: int) -> bool:
+        """Whether there is nothing to approximate in so many tokens, because one of the counts reaches them."""
+        return any(getattr(self, name) >= length for name in self.price)
+
+    def why_exact(self, length: int, device_type: str) -> str | None:
+        """Why exact attention runs on so many tokens; None where it does not.
+
+        Returns:
+            `str`, *optional*: `"settings"` (there is nothing to approximate) or `"min_length"` (the method can be
+            forced, as a report does).
+        """
+        if self.counts_reach(length):
+            return "settings"
+        return "min_length" if self.is_exact(length, device_type) else None
+
+    def shortest_length(self, device_type: str) -> int | None:
         """The number of tokens from which the method runs on this kind of device ("cpu", "cuda", ...); None: never."""
         if self.min_length is not None:
             return self.min_length
         price = {name: getattr(self, name) for name in self.price}
         return crossover_length(self.method, price, device_type, causal=bool(self.causal))
 
-    def chooses_exact(self, length: int, device_type: str, *, causal: bool = False) -> bool:
+    def chooses_exact(self, length: int, device_type: str) -> bool:
         """What `is_exact` says of so many tokens; a traced graph raises at lengths of which it says otherwise."""
-
-        def is_exact(tokens: int) -> bool:
-            return self.is_exact(tokens, tokens, device_type, causal=causal)
-
         if is_traced() and not is_exported_to_onnx():
-            hold_choice(length, is_exact, self.shortest_length(device_type, causal=causal))
-        return is_exact(length)
+            hold_choice(length, partial(self.is_exact, device_type=device_type), self.shortest_length(device_type))
+        return self.is_exact(length, device_type)
 
     def run(self, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, **asked: Any) -> torch.Tensor:
         """Self-attention by the method, its clustering included; exact attention where the method would save nothing.
@@ -155,7 +167,7 @@ class Method(ABC):
         """
         options = Options(**asked)
         N, M = query.shape[2], key.shape[2]
-        if self.is_exact(N, M, query.device.type, causal=options.causal):
+        if self.is_exact(min(N, M), query.device.type):
             return attend_exactly(query, key, value, options)
         check_no_onnx(self.instead_of_onnx)
         if options.causal:
@@ -207,7 +219,7 @@ class Method(ABC):
         """
         N, M = query.shape[2], key.shape[2]
         options = Options(**asked)
-        if self.is_exact(N, M, query.device.type, causal=options.causal):
+        if self.is_exact(min(N, M), query.device.type):
             mask = visible_keys(options.key_mask, N, causal=options.causal)
             found = exact_weights(query, key, mask, options.scale, causal=options.causal, sinks=options.sinks)
             return found[..., columns]

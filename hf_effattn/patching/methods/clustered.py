@@ -89,10 +89,6 @@ class Clustered(Method):
         if not isinstance(self.check_finite, bool):
             raise TypeError(f"check_finite must be True or False, got {self.check_finite!r}")
 
-    def is_exact(self, query_length: int, key_length: int, device_type: str, *, causal: bool = False) -> bool:
-        too_many = self.clusters >= query_length
-        return too_many or super().is_exact(query_length, key_length, device_type, causal=causal)
-
     @property
     def fitted_queries(self) -> int:
         """How many queries per head the clusters are fitted on."""
@@ -172,9 +168,6 @@ class ImprovedClustered(Clustered):
         super().__post_init__()
         self._check_int("topk", minimum=1)
 
-    def is_exact(self, query_length: int, key_length: int, device_type: str, *, causal: bool = False) -> bool:
-        return self.topk >= key_length or super().is_exact(query_length, key_length, device_type, causal=causal)
-
     @property
     def op(self) -> Callable[..., torch.Tensor]:
         return partial(improved_clustered_attention, topk=self.topk)
@@ -219,10 +212,6 @@ class BiClustered(ImprovedClustered):
         super().__post_init__()
         self._check_int("key_clusters", minimum=1)
         self._check_number("max_predicted_error")
-
-    def is_exact(self, query_length: int, key_length: int, device_type: str, *, causal: bool = False) -> bool:
-        own_clusters = self.key_clusters >= key_length
-        return own_clusters or super().is_exact(query_length, key_length, device_type, causal=causal)
 
     @property
     def op(self) -> Callable[..., torch.Tensor]:
@@ -289,7 +278,7 @@ class BiClustered(ImprovedClustered):
     def exact_heads(
         self, query: torch.Tensor, key: torch.Tensor, key_mask: torch.Tensor | None, scale: float | None = None
     ) -> list[int]:
-        if self.max_predicted_error is None or self.is_exact(query.shape[2], key.shape[2], query.device.type):
+        if self.max_predicted_error is None or self.is_exact(query.shape[2], query.device.type):
             return []
         exact = self.group(query, key, key_mask, scale)[2].any(dim=0)  # (key/value heads,)
         return exact.repeat_interleave(query.shape[1] // key.shape[1]).nonzero()[:, 0].tolist()

@@ -142,13 +142,14 @@ class PerHead(Method):
         for candidate in self.candidates:
             candidate.check_stack(stack)
 
-    def is_exact(self, query_length: int, key_length: int, device_type: str, *, causal: bool = False) -> bool:
-        return all(
-            candidate.is_exact(query_length, key_length, device_type, causal=causal) for candidate in self._used()
-        )
+    def is_exact(self, length: int, device_type: str) -> bool:
+        return all(candidate.is_exact(length, device_type) for candidate in self._used())
 
-    def shortest_length(self, device_type: str, *, causal: bool = False) -> int | None:
-        lengths = [candidate.shortest_length(device_type, causal=causal) for candidate in self._used()]
+    def counts_reach(self, length: int) -> bool:
+        return all(candidate.counts_reach(length) for candidate in self._used())
+
+    def shortest_length(self, device_type: str) -> int | None:
+        lengths = [candidate.shortest_length(device_type) for candidate in self._used()]
         if not lengths:
             return self.min_length or 0
         return min((length for length in lengths if length is not None), default=None)
@@ -160,7 +161,7 @@ class PerHead(Method):
     def exact_heads(
         self, query: torch.Tensor, key: torch.Tensor, key_mask: torch.Tensor | None, scale: float | None = None
     ) -> list[int]:
-        if self.is_exact(query.shape[2], key.shape[2], query.device.type):
+        if self.is_exact(query.shape[2], query.device.type):
             return []
         found: list[int] = []
         group = query.shape[1] // key.shape[1]

@@ -96,7 +96,7 @@ class CompositeSlices(Method):
         if self.sinks is None:
             object.__setattr__(self, "sinks", self.composition == "merged")
 
-    def shortest_length(self, device_type: str, *, causal: bool = False) -> int:
+    def shortest_length(self, device_type: str) -> int:
         return self.min_length
 
     def check_stack(self, stack: Stack) -> None:
@@ -179,7 +179,7 @@ class CompositeSlices(Method):
         options: Options,
     ) -> torch.Tensor | None:
         M = key.shape[2] if self.min_length == 0 else _length_so_far(key, mask)
-        if self.is_exact(M, M, query.device.type, causal=True):
+        if self.is_exact(M, query.device.type):
             return None
         if self.composition != "merged":
             raise ValueError(
