@@ -15,6 +15,7 @@ from .environment import environment, usable_device
 from .errors import relative_error
 from .exact_kernels import exact_kernels
 from .json_numbers import finite_or_none
+from .progress import Progress, progress_bar
 
 Inputs = tuple[torch.Tensor, torch.Tensor, torch.Tensor]
 Attend = Callable[..., torch.Tensor]
@@ -37,7 +38,7 @@ def bench(
     device: str | torch.device | None = None,
     backward: bool = True,
     repeats: int = 5,
-    advance: Callable[[int, int, str], None] = lambda done, total, what: None,
+    progress: bool | Progress | None = None,
 ) -> dict[str, Any]:
     """Time attention that sees all tokens, on random inputs, interleaved with exact attention, clustering included.
 
@@ -55,7 +56,7 @@ def bench(
         device (`str`, *optional*): Default: a GPU where there is one, else the CPU.
         backward (`bool`): whether the gradients are timed too.
         repeats (`int`): rounds of timing; short calls get more.
-        advance (`Callable`): told before each length `(done, total, what)`: lengths done, all lengths, the next one.
+        progress (`bool` or `Callable`, *optional*): as of `hf_effattn.report`; a step is a length.
 
     Returns:
         `dict`: JSON values, `environment`, `settings` and `rows`: one per length and kernel or method, with
@@ -99,21 +100,20 @@ def bench(
             )
     chosen = usable_device(device)
     rows: list[dict[str, Any]] = []
-    for done, length in enumerate(lengths):
-        advance(done, len(lengths), f"{length:,} tokens")
-        inputs = random_inputs(batch_size, length, num_heads, head_dim, getattr(torch, dtype), chosen)
-        forced = {one.label: one.forced for one in candidates}
-        parts = {"forward": repeats} | ({"forward_backward": repeats} if backward else {})
-        found, calls = measure_shape(forced, inputs, parts)
-        exact = exact_output(inputs)
-        for row in found:
-            if "forward_ms" in row:
-                row["random_error"] = relative_error(exact, forward(calls[row["method"]], inputs))
-        rows += [{"length": length, **row} for row in found]
-        measured = {row["method"] for row in found}
-        rows += [
-            {"length": length, "method": name, "why_exact": "settings"} for name in forced if name not in measured
-        ]
+    forced = {one.label: one.forced for one in candidates}
+    parts = {"forward": repeats} | ({"forward_backward": repeats} if backward else {})
+    with progress_bar(progress, len(lengths), "bench") as advance:
+        for length in lengths:
+            advance(f"{length:,} tokens")
+            inputs = random_inputs(batch_size, length, num_heads, head_dim, getattr(torch, dtype), chosen)
+            found, calls = measure_shape(forced, inputs, parts)
+            exact = exact_output(inputs)
+            for row in found:
+                if "forward_ms" in row:
+                    row["random_error"] = relative_error(exact, forward(calls[row["method"]], inputs))
+            measured = {row["method"] for row in found}
+            found += [{"method": name, "why_exact": "settings"} for name in forced if name not in measured]
+            rows += [{"length": length, **row} for row in found]
     settings = {"batch_size": batch_size, "num_heads": num_heads, "head_dim": head_dim, "dtype": dtype}
     settings |= {"repeats": repeats, "methods": {one.label: one.to_dict() for one in candidates}}
     return {"environment": environment(chosen), "settings": settings, "rows": finite_or_none(rows)}
