@@ -33,8 +33,8 @@ GOLDEN_RATIO = (5**0.5 - 1) / 2
 
 
 @dataclass
-class Attended:
-    """Self-attention that a method has computed.
+class MethodOutput:
+    """What a method has computed, and what from.
 
     Args:
         query (`torch.Tensor`): `(B, H, N, D)`.

@@ -74,7 +74,7 @@ def test_names_and_defaults() -> None:
         "slice_length": 16,
         "extension_ratio": 1.0,
         "composition": "merged",
-        "sinks": True,
+        "attend_ends": True,
     }
 
 

@@ -26,7 +26,7 @@ from ...ops.shared.graphs import is_exported_to_onnx, is_traced
 from ..exact.reference import exact_attention, exact_weights, visible_keys
 from ..model_types.stacks import Stack
 from ..position_rows import PositionTerms
-from ..tolerance import ON_EXCESS, Attended
+from ..tolerance import ON_EXCESS, MethodOutput
 from ..traced_lengths import hold_choice
 from .crossover import crossover_length
 
@@ -195,7 +195,7 @@ class Method(ABC):
             return result
         heads = self.approximated_heads(query.shape[1] // key.shape[1])
         given = query, key, value, options.key_mask, options.scale, options.causal, result
-        attended = Attended(*given, heads, options.sinks)
+        attended = MethodOutput(*given, heads, options.sinks)
         return attended.checked(self.tolerance, self.on_excess if decides else None, options.module)
 
     @property

@@ -17,7 +17,7 @@ from ...ops.derivatives import learns
 from ...ops.shared.graphs import in_a_graph
 from ...ops.shared.head_threads import for_every_chunk, heads_of_threads
 from ..exact.reference import causal_rows
-from ..model_types.stacks import Stack, sees_both_ways
+from ..model_types.stacks import Stack, is_bidirectional
 from .base import Groups, Method, Options, attend_exactly
 from .clustered import BiClustered
 
@@ -120,10 +120,10 @@ class PerHead(Method):
 
     def _differences(self, stack: Stack) -> str:
         """What tells the model that the settings were made for from a stack; empty where nothing does."""
-        this = {"both_ways": False} | described(stack)
+        this = {"bidirectional": False} | described(stack)
         made_for = {"layers": len(self.heads), "key_heads": len(self.heads[0]) if self.heads else 0}
         model = (self.calibration or {}).get("model")
-        made_for = ({"both_ways": False} | model if model else {}) | made_for
+        made_for = ({"bidirectional": False} | model if model else {}) | made_for
         other = [name for name in this if name in made_for and made_for[name] != this[name]]
         return ", ".join(f"{name} {made_for[name]!r} and not {this[name]!r}" for name in other)
 
@@ -380,7 +380,7 @@ def described(stack: Stack) -> dict[str, Any]:
         "hidden_size": getattr(config, "hidden_size", None),
         "windowed_layers": windowed,
         **({"layers_without_attention": without_attention} if without_attention else {}),
-        **({"both_ways": True} if sees_both_ways(config) else {}),
+        **({"bidirectional": True} if is_bidirectional(config) else {}),
     }
 
 

@@ -75,7 +75,7 @@ def is_self_attention(module: nn.Module) -> bool:
         return False
     if entry.causal:  # not the cross-attention of GPT-2
         crosses = getattr(module, "is_cross_attention", False)
-        return not crosses and bool(module.is_causal or sees_both_ways(module.config))
+        return not crosses and bool(module.is_causal or is_bidirectional(module.config))
     return not (entry.has_decoder and getattr(module, "is_decoder", False))
 
 
@@ -97,11 +97,11 @@ def is_served(module: nn.Module) -> bool:
 
 def is_causal(module: nn.Module) -> bool:
     """Whether an attention module masks the future."""
-    return bool(getattr(module, "is_causal", False)) and not sees_both_ways(getattr(module, "config", None))
+    return bool(getattr(module, "is_causal", False)) and not is_bidirectional(getattr(module, "config", None))
 
 
-def sees_both_ways(config: Any) -> bool:
-    """Whether a config makes an encoder of a decoder, as that of EmbeddingGemma does."""
+def is_bidirectional(config: Any) -> bool:
+    """Whether a config makes a decoder attend in both directions, as that of EmbeddingGemma does."""
     entry = MODEL_TYPES.get(getattr(config, "model_type", ""))
     name = "" if entry is None else entry.bidirectional_config_name
     return bool(getattr(config, name, False)) or getattr(config, "is_causal", True) is False
@@ -110,7 +110,7 @@ def sees_both_ways(config: Any) -> bool:
 def hides_the_future(config: Any) -> bool:
     """Whether the self-attention of a model, by its config, is that of a decoder alone."""
     entry = MODEL_TYPES.get(getattr(config, "model_type", ""))
-    return entry is not None and entry.causal and not sees_both_ways(config)
+    return entry is not None and entry.causal and not is_bidirectional(config)
 
 
 def is_window_of_image(module: nn.Module, length: int) -> bool:
