@@ -357,10 +357,6 @@ class Method(ABC):
         """What the module of these layers runs; None where it stays exact."""
         return self
 
-    def of_head(self, layer: int, head: int, num_heads: int) -> "Method | None":
-        """What a query head of a layer runs; None where it stays exact."""
-        return self
-
     @property
     def label_parts(self) -> dict[str, Any]:
         """What a short name says beside the settings."""

@@ -33,9 +33,6 @@ class Exact(Method):
     def for_layers(self, layers: Sequence[int]) -> None:
         return None
 
-    def of_head(self, layer: int, head: int, num_heads: int) -> None:
-        return None
-
     def attend(
         self, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, options: Options, groups: Groups = ()
     ) -> torch.Tensor:

@@ -179,11 +179,6 @@ class PerHead(Method):
             return None
         return _query_heads([head for head, index in enumerate(row) if index < len(self.candidates)], group)
 
-    def of_head(self, layer: int, head: int, num_heads: int) -> Method | None:
-        row = self.heads[layer]
-        index = row[head * len(row) // num_heads]
-        return None if index == len(self.candidates) else self.candidates[index]
-
     def _shares(self, key: torch.Tensor) -> list[Share]:
         """The candidates in use with their key/value heads, the dearest first; None: exact."""
         (row,) = self.heads
