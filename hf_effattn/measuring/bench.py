@@ -81,41 +81,42 @@ def bench(
     if dtype not in DTYPES:
         raise ValueError(f"dtype must be one of {', '.join(DTYPES)}, got {dtype!r}")
     candidates = make_candidates(DEFAULT_METHODS if methods is None else methods)
-    for one in candidates:
-        if one.layers is not None:
-            raise ValueError(f"{one.label}: there is no model here that has layers: leave them out")
-        if METHODS[one.settings.method].needs_fine_tuning:
+    for candidate in candidates:
+        if candidate.layers is not None:
+            raise ValueError(f"{candidate.label}: there is no model here that has layers: leave them out")
+        if METHODS[candidate.settings.method].needs_fine_tuning:
             raise ValueError(
-                f"{one.label} is a conversion, whose attention belongs to a model: measure it with hf_effattn.report"
+                f"{candidate.label} is a conversion, whose attention belongs to a model: measure it with "
+                "hf_effattn.report"
             )
-        if one.settings.stays_exact:
+        if candidate.settings.stays_exact:
             raise ValueError(
-                f"{one.label} approximates nothing, and there are no windows here: measure it with hf_effattn.report "
-                "on a model that has them"
+                f"{candidate.label} approximates nothing, and there are no windows here: measure it with "
+                "hf_effattn.report on a model that has them"
             )
-        if isinstance(one.settings, PerHead):
+        if isinstance(candidate.settings, PerHead):
             raise ValueError(
-                f"{one.label} has a setting for every head of a model, and there is none here: measure it with "
+                f"{candidate.label} has a setting for every head of a model, and there is none here: measure it with "
                 "hf_effattn.report, or a setting of one of its heads"
             )
     chosen = usable_device(device)
     rows: list[dict[str, Any]] = []
-    forced = {one.label: one.forced for one in candidates}
+    forced = {candidate.label: candidate.forced for candidate in candidates}
     parts = {"forward": repeats} | ({"forward_backward": repeats} if backward else {})
     with progress_bar(progress, len(lengths), "bench") as advance:
         for length in lengths:
             advance(f"{length:,} tokens")
             inputs = random_inputs(batch_size, length, num_heads, head_dim, getattr(torch, dtype), chosen)
-            found, calls = measure_shape(forced, inputs, parts)
+            measured_rows, calls = measure_shape(forced, inputs, parts)
             exact = exact_output(inputs)
-            for row in found:
+            for row in measured_rows:
                 if "forward_ms" in row:
                     row["random_error"] = relative_error(exact, forward(calls[row["method"]], inputs))
-            measured = {row["method"] for row in found}
-            found += [{"method": name, "why_exact": "settings"} for name in forced if name not in measured]
-            rows += [{"length": length, **row} for row in found]
+            measured = {row["method"] for row in measured_rows}
+            measured_rows += [{"method": name, "why_exact": "settings"} for name in forced if name not in measured]
+            rows += [{"length": length, **row} for row in measured_rows]
     settings = {"batch_size": batch_size, "num_heads": num_heads, "head_dim": head_dim, "dtype": dtype}
-    settings |= {"repeats": repeats, "methods": {one.label: one.to_dict() for one in candidates}}
+    settings |= {"repeats": repeats, "methods": {candidate.label: candidate.to_dict() for candidate in candidates}}
     return {"environment": environment(chosen), "settings": settings, "rows": finite_or_none(rows)}
 
 
@@ -185,7 +186,7 @@ def measure_shape(
                 continue
             rows[name][f"{part}_peak_bytes"] = peak
             runs[name] = run
-        for name, found in compare(runs, exact, device, rounds).items():
-            rows[name] |= {f"{part}_{field}": value for field, value in found.items()}
+        for name, numbers in compare(runs, exact, device, rounds).items():
+            rows[name] |= {f"{part}_{field}": value for field, value in numbers.items()}
     next(iter(rows.values()))["refused"] = refused
     return list(rows.values()), calls

@@ -45,7 +45,7 @@ CAUSAL_CANDIDATES: tuple[dict[str, Any], ...] = tuple(
 def default_candidates(*, causal: bool, error_of: str = "head") -> list[dict[str, Any]]:
     """The settings that heads choose from; `causal`: of a model that masks the future."""
     candidates = CAUSAL_CANDIDATES if causal else CANDIDATES if error_of == "head" else LAYER_CANDIDATES
-    return [dict(one) for one in candidates]
+    return [dict(settings) for settings in candidates]
 
 
 @dataclass
@@ -73,23 +73,23 @@ class CandidateErrors:
     def watch(self, seen: SeenAttention) -> torch.Tensor:
         """An observer of `recording`: run every candidate on the queries, keys and values of a layer."""
         device, (N, key_heads) = seen.query.device, (seen.query.shape[2], seen.key.shape[1])
-        asked = seen.asked
+        options = seen.options
         exact, taken = timed(seen.exact, device)
         self._keep(self.seconds, N, -1, taken)
         if (N, seen.layer) not in self.exact_timed:  # takes most of the time, on each text the same
             self.exact_timed.add((N, seen.layer))
-            self._time_training(partial(attend_exactly, options=Options(**asked)), seen, -1)
-        found = []
+            self._time_training(partial(attend_exactly, options=Options(**options)), seen, -1)
+        measured = []
         for index, candidate in enumerate(self.candidates):
             if candidate.is_exact(N, device.type):
-                found.append(torch.zeros(2, len(seen.query), key_heads))
+                measured.append(torch.zeros(2, len(seen.query), key_heads))
                 continue
-            output, taken = timed(partial(candidate.run, seen.query, seen.key, seen.value, **asked), device)
+            output, taken = timed(partial(candidate.run, seen.query, seen.key, seen.value, **options), device)
             self._keep(self.seconds, N, index, taken)
-            self._time_training(partial(candidate.run, **asked, training=True), seen, index)
+            self._time_training(partial(candidate.run, **options, training=True), seen, index)
             squares = text_squares(exact, output.transpose(1, 2), seen.key_mask)
-            found.append(torch.stack([text_errors(squares, key_heads), layer_shares(squares, key_heads)]))
-        errors = torch.stack(found, dim=2)  # (2, B, R, H)
+            measured.append(torch.stack([text_errors(squares, key_heads), layer_shares(squares, key_heads)]))
+        errors = torch.stack(measured, dim=2)  # (2, B, R, H)
         for text in range(len(seen.query)):
             place = seen.call * len(seen.query) + text
             self.errors.setdefault(self.first_text + place, {})[seen.layer] = errors[:, text]
@@ -98,14 +98,14 @@ class CandidateErrors:
     @property
     def layers(self) -> set[int]:
         """Those that ran."""
-        return {layer for of_text in self.errors.values() for layer in of_text}
+        return {layer for by_layer in self.errors.values() for layer in by_layer}
 
     def _keep(self, seconds: dict[int, list[list[float]]], length: int, index: int, taken: float) -> None:
         seconds.setdefault(length, [[] for _ in range(len(self.candidates) + 1)])[index].append(taken)
 
     def _time_training(self, attend: Attend, seen: SeenAttention, index: int) -> None:
         if self.training:
-            query, key, value = (one.detach().requires_grad_() for one in (seen.query, seen.key, seen.value))
+            query, key, value = (tensor.detach().requires_grad_() for tensor in (seen.query, seen.key, seen.value))
             with torch.enable_grad():
                 _, taken = timed(partial(forward_backward, attend, (query, key, value)), query.device)
             self._keep(self.training_seconds, query.shape[2], index, taken)
@@ -114,9 +114,9 @@ class CandidateErrors:
         """Errors of heads and shares of layers, `(T, R, L, H)`; infinite in layers that no method is for."""
         heads = next(iter(next(iter(self.errors.values())).values())).shape[2]
         errors = torch.full((2, len(self.errors), len(self.candidates), layers, heads), torch.inf)
-        for text, of_text in enumerate(self.errors.values()):
-            for layer, found in of_text.items():
-                errors[:, text, :, layer] = found
+        for text, by_layer in enumerate(self.errors.values()):
+            for layer, of_candidates in by_layer.items():
+                errors[:, text, :, layer] = of_candidates
         return errors[0], errors[1]
 
     def costs(self, *, training: bool = False) -> torch.Tensor:

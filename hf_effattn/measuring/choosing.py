@@ -136,8 +136,8 @@ def least_margin(errors: torch.Tensor, budget: float, coverage: float, rule: Rul
 
     The last one tried where none does.
     """
-    found = (margin for margin in MARGINS if held_out_coverage(errors, budget, margin, rule) >= coverage)
-    return next(found, MARGINS[-1])
+    margins = (margin for margin in MARGINS if held_out_coverage(errors, budget, margin, rule) >= coverage)
+    return next(margins, MARGINS[-1])
 
 
 def speed_of(table: torch.Tensor, costs: torch.Tensor) -> float:

@@ -65,7 +65,7 @@ class SeenAttention:
     exact: Callable[[], torch.Tensor]
 
     @property
-    def asked(self) -> dict[str, Any]:
+    def options(self) -> dict[str, Any]:
         """What `Method.run` is told of it."""
         names = "key_mask", "scale", "causal", "sinks", "positions"
         return {name: getattr(self, name) for name in names}

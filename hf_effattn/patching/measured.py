@@ -48,11 +48,11 @@ def measured_error(model: nn.Module) -> dict[int, MeasuredError]:
             f"nothing in {type(model).__name__} measures its error: patch it with a tolerance, such as "
             'patch_attention(model, "bi-clustered", tolerance=0.1)'
         )
-    found: dict[int, MeasuredError] = {}
+    by_layer: dict[int, MeasuredError] = {}
     for module, layers in zip(stacks[0].modules, stacks[0].layers, strict=True):
         kept = measurements_of(module).calls
-        found |= {layer: one for layer, one in zip(layers[-len(kept) :], kept, strict=False) if one is not None}
-    return found
+        by_layer |= {layer: one for layer, one in zip(layers[-len(kept) :], kept, strict=False) if one is not None}
+    return by_layer
 
 
 def expect_measurement(module: nn.Module) -> None:

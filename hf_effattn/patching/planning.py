@@ -78,7 +78,7 @@ def stacks_to_patch(model: nn.Module, method: str) -> list[Stack]:
     """The stacks of a model that a method can serve; raises where there is none, saying why."""
     check_model(model)
     inside = [model] if isinstance(model, PreTrainedModel) else models_inside(model)
-    return [stack for one in inside for stack in _stacks_of(one, method)]
+    return [stack for transformers_model in inside for stack in _stacks_of(transformers_model, method)]
 
 
 def _stacks_of(model: nn.Module, method: str) -> list[Stack]:

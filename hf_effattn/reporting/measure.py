@@ -111,35 +111,35 @@ def report(
             )
     candidates = make_candidates(methods, kinds={stack.causal for stack in stacks})
     plans = {
-        one.label: [
-            plan_patch(stack, replace(one.by_kind[stack.causal], min_length=0), one.layers)
+        candidate.label: [
+            plan_patch(stack, replace(candidate.by_kind[stack.causal], min_length=0), candidate.layers)
             for stack in stacks
-            if stack.causal in one.by_kind
+            if stack.causal in candidate.by_kind
         ]
-        for one in candidates
+        for candidate in candidates
     }
     batches = check_inputs(model, inputs)
     if not measured.layers:
         _check_tokens(batches)
     _check_options(max_error, repeats)
-    found = Report(
+    findings = Report(
         environment=_environment(model, stacks, repeats, memory),
         layers=measured.layers,
         methods={candidate.label: candidate.to_dict() for candidate in candidates},
         max_error=max_error,
     )
-    steps = len(batches) * (len(found.layers) + (1 + len(candidates)) * (1 + repeats))
+    steps = len(batches) * (len(findings.layers) + (1 + len(candidates)) * (1 + repeats))
     with progress_bar(progress, steps, "report") as advance:
         try:
             with as_it_was(model) as put_back, torch.no_grad():
                 model.eval()
                 by_label = {candidate.label: candidate for candidate in candidates}
                 for batch in batches:
-                    _MeasureInput(measured, by_label, plans, batch, found, repeats, memory, advance, put_back).run()
+                    _MeasureInput(measured, by_label, plans, batch, findings, repeats, memory, advance, put_back).run()
         except KeyboardInterrupt:
-            found.complete = False
+            findings.complete = False
             warnings.warn("report was interrupted: it holds the measurements made before that", stacklevel=2)
-    return found
+    return findings
 
 
 def default_methods(measured: Measured) -> list[dict[str, Any]]:
@@ -147,7 +147,7 @@ def default_methods(measured: Measured) -> list[dict[str, Any]]:
     exactly = [{"method": Exact.method}] if any(stack.exact.gains() for stack in measured.stacks) else []
     kinds = {stack.causal for stack in measured.stacks}
     approximate = make_candidates(None, kinds=kinds) if measured.layers else []
-    return [*(one.to_dict() for one in approximate), *exactly]
+    return [*(candidate.to_dict() for candidate in approximate), *exactly]
 
 
 @dataclass
@@ -290,7 +290,7 @@ class _MeasureInput:
     @staticmethod
     def _attention_call(method: Method, seen: SeenAttention) -> Callable[[], torch.Tensor]:
         def call() -> torch.Tensor:
-            output = method.run(seen.query, seen.key, seen.value, module=seen.module, **seen.asked)
+            output = method.run(seen.query, seen.key, seen.value, module=seen.module, **seen.options)
             # The layout that the model needs, which a patched model pays for too.
             return output.transpose(1, 2).contiguous()
 

@@ -41,11 +41,11 @@ def report_table(report: Findings) -> tuple[list[str], list[list[str]]]:
         values.setdefault(key, {}).setdefault(row["metric"], []).append(row["value"])
         if row["why_exact"] == "min_length":
             forced.add(key)
-    shown = [column for column in COLUMNS if any(column[0] in found for found in values.values())]
+    shown = [column for column in COLUMNS if any(column[0] in numbers for numbers in values.values())]
     rows = []
-    for (length, method), found in sorted(values.items(), key=lambda item: item[0][0]):
+    for (length, method), numbers in sorted(values.items(), key=lambda item: item[0][0]):
         mark = f" {FORCED}" if (length, method) in forced else ""
-        cells = [write(fmean(found[metric])) if metric in found else "" for metric, _, write in shown]
+        cells = [write(fmean(numbers[metric])) if metric in numbers else "" for metric, _, write in shown]
         rows.append([f"{length:,}", f"{method}{mark}", *cells])
     return ["tokens", "method", *(heading for _, heading, _ in shown)], rows
 

@@ -149,14 +149,14 @@ class Method(ABC):
             hold_choice(length, partial(self.is_exact, device_type=device_type), self.shortest_length(device_type))
         return self.is_exact(length, device_type)
 
-    def run(self, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, **asked: Any) -> torch.Tensor:
+    def run(self, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, **arguments: Any) -> torch.Tensor:
         """Self-attention by the method, its clustering included; exact attention where the method would save nothing.
 
         Args:
             query (`torch.Tensor`): `(B, H, N, D)`, any strides.
             key (`torch.Tensor`): `(B, H, N, D)`, any strides.
             value (`torch.Tensor`): `(B, H, N, Dv)`, any strides.
-            asked: fields of `Options`.
+            arguments: fields of `Options`.
 
         Returns:
             `torch.Tensor`: `(B, H, N, Dv)`. Masked rows are 0 where the method ran.
@@ -165,7 +165,7 @@ class Method(ABC):
             ValueError: more queries than keys or fewer, sizes that do not fit together.
             TypeError: a mask that is not boolean.
         """
-        options = Options(**asked)
+        options = Options(**arguments)
         N, M = query.shape[2], key.shape[2]
         if self.is_exact(min(N, M), query.device.type):
             return attend_exactly(query, key, value, options)
@@ -210,7 +210,7 @@ class Method(ABC):
         return None
 
     def weights(
-        self, query: torch.Tensor, key: torch.Tensor, *, columns: slice = slice(None), **asked: Any
+        self, query: torch.Tensor, key: torch.Tensor, *, columns: slice = slice(None), **arguments: Any
     ) -> torch.Tensor:
         """The attention weights of `run` before dropout, `(B, H, N, M)`; `columns`: on these keys alone.
 
@@ -218,14 +218,14 @@ class Method(ABC):
             ValueError: the settings compute no such weights.
         """
         N, M = query.shape[2], key.shape[2]
-        options = Options(**asked)
+        options = Options(**arguments)
         if self.is_exact(min(N, M), query.device.type):
             mask = visible_keys(options.key_mask, N, causal=options.causal)
-            found = exact_weights(query, key, mask, options.scale, causal=options.causal, sinks=options.sinks)
-            return found[..., columns]
+            exact = exact_weights(query, key, mask, options.scale, causal=options.causal, sinks=options.sinks)
+            return exact[..., columns]
         # The groups are the same each time, by their seed; what a tolerance corrects is the caller's to know.
         method = self if self.tolerance is None else replace(self, tolerance=None)
-        return self.implied_weights(query, key, lambda values: method.run(query, key, values, **asked), columns)
+        return self.implied_weights(query, key, lambda values: method.run(query, key, values, **arguments), columns)
 
     def implied_weights(
         self,
@@ -364,11 +364,11 @@ class Method(ABC):
 
     def to_dict(self) -> dict[str, Any]:
         """The settings as JSON values, and `"causal"` where a decoder's; without a tolerance nothing of it."""
-        found = {"causal": True} if self.causal else {}
-        found |= {one.name: getattr(self, one.name) for one in fields(self)}
+        settings = {"causal": True} if self.causal else {}
+        settings |= {setting.name: getattr(self, setting.name) for setting in fields(self)}
         if self.tolerance is None:
-            del found["tolerance"], found["on_excess"]
-        return found
+            del settings["tolerance"], settings["on_excess"]
+        return settings
 
     def _check_number(self, name: str) -> None:
         """Store the field as a plain float where it is not None, or raise."""

@@ -75,32 +75,37 @@ class PerHead(Method):
         if self.calibration is not None and not isinstance(self.calibration, Mapping):
             raise TypeError(f"calibration must be a dict or None, got {self.calibration!r}")
 
-    def _candidate(self, one: Any) -> Method:
+    def _candidate(self, method: Any) -> Method:
         """A candidate as a method; `min_length`, where the heads share one, is the candidate's too."""
         from . import make_method
 
-        if isinstance(one, Mapping) and "method" in one:
-            one = make_method(**{"causal": self.causal, **one})
-        if not isinstance(one, Method):
-            raise TypeError(f'a candidate must be a method or a dict {{"method": name, **settings}}, got {one!r}')
-        if one.needs_fine_tuning or one.stays_exact or isinstance(one, PerHead) or one.tolerance is not None:
+        if isinstance(method, Mapping) and "method" in method:
+            method = make_method(**{"causal": self.causal, **method})
+        if not isinstance(method, Method):
+            raise TypeError(f'a candidate must be a method or a dict {{"method": name, **settings}}, got {method!r}')
+        if (
+            method.needs_fine_tuning
+            or method.stays_exact
+            or isinstance(method, PerHead)
+            or method.tolerance is not None
+        ):
             raise ValueError(
-                f'"{one.method}"{"" if one.tolerance is None else " with a tolerance"} cannot be a candidate: '
+                f'"{method.method}"{"" if method.tolerance is None else " with a tolerance"} cannot be a candidate: '
                 "candidates are approximations, and the tolerance is that of all heads"
             )
-        if one.causal != self.causal:
+        if method.causal != self.causal:
             kinds = ("an encoder", "a decoder")
             raise ValueError(
-                f"a candidate has the settings of {kinds[bool(one.causal)]}, and the heads are those of "
+                f"a candidate has the settings of {kinds[bool(method.causal)]}, and the heads are those of "
                 f"{kinds[bool(self.causal)]}: give candidates for it"
             )
-        return one if self.min_length is None else replace(one, min_length=self.min_length)
+        return method if self.min_length is None else replace(method, min_length=self.min_length)
 
     @property
     def label_parts(self) -> dict[str, Any]:
         """What names these settings beside the method."""
-        asked = (self.calibration or {}).get("max_error")
-        return {"candidates": len(self.candidates)} | ({} if asked is None else {"max_error": asked})
+        max_error = (self.calibration or {}).get("max_error")
+        return {"candidates": len(self.candidates)} | ({} if max_error is None else {"max_error": max_error})
 
     def to_dict(self) -> dict[str, Any]:
         candidates = [{"method": candidate.method, **candidate.to_dict()} for candidate in self.candidates]
@@ -124,8 +129,8 @@ class PerHead(Method):
         made_for = {"layers": len(self.heads), "key_heads": len(self.heads[0]) if self.heads else 0}
         model = (self.calibration or {}).get("model")
         made_for = ({"bidirectional": False} | model if model else {}) | made_for
-        other = [name for name in this if name in made_for and made_for[name] != this[name]]
-        return ", ".join(f"{name} {made_for[name]!r} and not {this[name]!r}" for name in other)
+        different = [name for name in this if name in made_for and made_for[name] != this[name]]
+        return ", ".join(f"{name} {made_for[name]!r} and not {this[name]!r}" for name in different)
 
     def is_for(self, stack: Stack) -> bool:
         return not self._differences(stack)
@@ -163,15 +168,15 @@ class PerHead(Method):
     ) -> list[int]:
         if self.is_exact(query.shape[2], query.device.type):
             return []
-        found: list[int] = []
+        exact: list[int] = []
         group = query.shape[1] // key.shape[1]
         for candidate, heads in self._shares(key):
-            of_queries = _query_heads(heads, group)
-            inside = list(range(len(of_queries)))
+            query_heads = _query_heads(heads, group)
+            inside = list(range(len(query_heads)))
             if candidate is not None:
-                inside = candidate.exact_heads(query[:, of_queries], key[:, heads], key_mask, scale)
-            found += [of_queries[place] for place in inside]
-        return sorted(found)
+                inside = candidate.exact_heads(query[:, query_heads], key[:, heads], key_mask, scale)
+            exact += [query_heads[place] for place in inside]
+        return sorted(exact)
 
     def approximated_heads(self, group: int) -> list[int] | None:
         (row,) = self.heads
@@ -220,15 +225,15 @@ class PerHead(Method):
             if candidate is None:
                 exact_heads[:, heads] = True
                 return
-            of_queries = _query_heads(heads, group)
-            inputs = _heads(query, of_queries), _heads(key, heads)
-            own, *of_keys = candidate.group(*inputs, options.key_mask, options.scale)
-            _store(labels, of_queries, own)
-            for store, found in zip((key_labels, exact_heads), of_keys, strict=False):
-                _store(store, heads, found)
+            query_heads = _query_heads(heads, group)
+            inputs = _heads(query, query_heads), _heads(key, heads)
+            query_labels, *key_groups = candidate.group(*inputs, options.key_mask, options.scale)
+            _store(labels, query_heads, query_labels)
+            for store, groups in zip((key_labels, exact_heads), key_groups, strict=False):
+                _store(store, heads, groups)
 
-        def group_shares(own: Shares) -> None:
-            for share in own:
+        def group_shares(run: Shares) -> None:
+            for share in run:
                 group_share(share)
 
         alike: dict[Method | None, list[int]] = {}
@@ -259,7 +264,7 @@ class PerHead(Method):
         if one_call:
             candidates = {head: candidate for candidate, heads in one_call for head in heads}
             heads = sorted(candidates)
-            of_queries = _query_heads(heads, group)
+            query_heads = _query_heads(heads, group)
             # An exact head's counts are not looked at.
             clusters, topk, key_clusters = (
                 [getattr(candidates[head], name, 1) for head in heads] for name in ("clusters", "topk", "key_clusters")
@@ -269,10 +274,10 @@ class PerHead(Method):
                 for candidate in candidates.values()
             )
             output = bi_clustered_attention(
-                _heads(query, of_queries),
+                _heads(query, query_heads),
                 _heads(key, heads),
                 _heads(value, heads),
-                _heads(labels, of_queries),
+                _heads(labels, query_heads),
                 _heads(key_labels, heads),
                 clusters=clusters,
                 key_clusters=key_clusters,
@@ -283,15 +288,15 @@ class PerHead(Method):
                 scale=options.scale,
                 dropout_p=options.dropout_p,
             )
-            outputs.append((of_queries, output))
+            outputs.append((query_heads, output))
         for candidate, heads in (share for share in shares if share not in one_call):
-            of_queries = _query_heads(heads, group)
-            inputs = _heads(query, of_queries), _heads(key, heads), _heads(value, heads)
+            query_heads = _query_heads(heads, group)
+            inputs = _heads(query, query_heads), _heads(key, heads), _heads(value, heads)
             if candidate is None:
                 output = _attend_exactly(*inputs, options)
             else:
-                output = candidate.attend(*inputs, options, (_heads(labels, of_queries),))
-            outputs.append((of_queries, output))
+                output = candidate.attend(*inputs, options, (_heads(labels, query_heads),))
+            outputs.append((query_heads, output))
         return _joined(outputs)
 
     def attend_causal(
@@ -301,12 +306,12 @@ class PerHead(Method):
         shares = self._shares(key)
         if _in_parts(options, query, key, value):
             return self._attend_in_parts(query, key, value, options, shares)
-        of_keys = [heads for _, heads in shares]
-        of_queries = [_query_heads(heads, query.shape[1] // key.shape[1]) for heads in of_keys]
-        inputs = zip(_split(query, of_queries), _split(key, of_keys), _split(value, of_keys), strict=True)
+        key_heads = [heads for _, heads in shares]
+        query_heads = [_query_heads(heads, query.shape[1] // key.shape[1]) for heads in key_heads]
+        inputs = zip(_split(query, query_heads), _split(key, key_heads), _split(value, key_heads), strict=True)
         outputs = [
-            (heads, _attend(candidate, *own, _options_of(heads, options)))
-            for (candidate, _), heads, own in zip(shares, of_queries, inputs, strict=True)
+            (heads, _attend(candidate, *tensors, _options_of(heads, options)))
+            for (candidate, _), heads, tensors in zip(shares, query_heads, inputs, strict=True)
         ]
         return _joined(outputs)
 
@@ -319,10 +324,10 @@ class PerHead(Method):
 
         def attend_part(part: tuple[Share, slice]) -> None:
             (candidate, heads), rows = part
-            of_queries = _query_heads(heads, group)
-            inputs = _heads(query, of_queries), _heads(key, heads), _heads(value, heads)
-            found = _attend(candidate, *inputs, _options_of(of_queries, options), rows)
-            _store(output[:, :, rows], of_queries, found)
+            query_heads = _query_heads(heads, group)
+            inputs = _heads(query, query_heads), _heads(key, heads), _heads(value, heads)
+            part_output = _attend(candidate, *inputs, _options_of(query_heads, options), rows)
+            _store(output[:, :, rows], query_heads, part_output)
 
         # An exact head takes as long as all others together: its queries are divided, not the heads.
         runs = heads_of_threads(N, query.device)
@@ -365,13 +370,13 @@ def described(stack: Stack) -> dict[str, Any]:
     ]
     layers = stack.depth
     without_attention = sorted(set(range(layers)) - {layer for served in stack.layers for layer in served})
-    of_layer = config
+    layer_config = config
     if getattr(config, "is_heterogeneous", False):  # windowed layers may have other numbers of heads
-        of_layer = config.per_layer_config[min(set(range(layers)) - set(windowed), default=0)]
+        layer_config = config.per_layer_config[min(set(range(layers)) - set(windowed), default=0)]
     return {
         "model_type": config.model_type,
         "layers": layers,
-        "key_heads": next((heads for name in _HEADS if (heads := getattr(of_layer, name, None))), None),
+        "key_heads": next((heads for name in _HEADS if (heads := getattr(layer_config, name, None))), None),
         "hidden_size": getattr(config, "hidden_size", None),
         "windowed_layers": windowed,
         **({"layers_without_attention": without_attention} if without_attention else {}),
@@ -452,11 +457,11 @@ def _runs_of_threads(shares: Sequence[Share], device: torch.device) -> list[list
     ends = list(accumulate(_grouping_cost(candidate) for candidate, _ in row))
     runs = []
     for part in heads_of_threads(ends[-1], device):
-        own: dict[Method | None, list[int]] = {}
+        run: dict[Method | None, list[int]] = {}
         for (candidate, head), end in zip(row, ends, strict=True):
             if part.start < end - _grouping_cost(candidate) / 2 <= part.stop:
-                own.setdefault(candidate, []).append(head)
-        runs.append(list(own.items()))
+                run.setdefault(candidate, []).append(head)
+        runs.append(list(run.items()))
     return runs
 
 
@@ -471,8 +476,8 @@ def _heads(tensor: torch.Tensor, heads: list[int]) -> torch.Tensor:
     first, end = heads[0], heads[-1] + 1
     if heads == list(range(first, end)):
         return tensor[:, first:end]
-    of_heads = tensor.unbind(1)
-    return torch.stack([of_heads[head] for head in heads], dim=1)
+    each = tensor.unbind(1)
+    return torch.stack([each[head] for head in heads], dim=1)
 
 
 def _split(tensor: torch.Tensor, parts: Sequence[list[int]]) -> list[torch.Tensor]:
@@ -480,8 +485,8 @@ def _split(tensor: torch.Tensor, parts: Sequence[list[int]]) -> list[torch.Tenso
 
     All at once: backwards, each of them taken alone leaves a gradient of all heads, to be added up.
     """
-    of_heads = tensor.unbind(1)
-    return [torch.stack([of_heads[head] for head in heads], dim=1) for heads in parts]
+    each = tensor.unbind(1)
+    return [torch.stack([each[head] for head in heads], dim=1) for heads in parts]
 
 
 def _store(store: torch.Tensor, heads: list[int], values: torch.Tensor) -> None:

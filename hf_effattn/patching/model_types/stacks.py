@@ -59,8 +59,8 @@ _Owner = tuple[PreTrainedModel, list[tuple[nn.Module, _Place]]]
 def model_type_of(module: nn.Module) -> ModelType | None:
     """The entry of the table for a module's config, or for its class where a forward of its own may have no config."""
     entry = MODEL_TYPES.get(getattr(getattr(module, "config", None), "model_type", ""))
-    found = (_OWN_FORWARDS.get(kind.__name__) for kind in type(module).__mro__)
-    return next((own for own in found if own is not None), None) if entry is None else entry
+    entries = (_OWN_FORWARDS.get(kind.__name__) for kind in type(module).__mro__)
+    return next((own for own in entries if own is not None), None) if entry is None else entry
 
 
 def is_self_attention(module: nn.Module) -> bool:
