@@ -39,7 +39,7 @@ class SeenAttention:
     Args:
         module (`nn.Module`): the attention module.
         layer (`int`): counted through all stacks of the model that can be patched, in their order.
-        call (`int`): which of the layer's in this forward pass, from 0; only images and frames have several.
+        call (`int`): the number of the layer's call in this forward pass; only images and frames need several.
         query (`torch.Tensor`): `(B, H, N, D)`.
         key (`torch.Tensor`): `(B, H, N, D)`.
         value (`torch.Tensor`): `(B, H, N, D)`.
@@ -66,7 +66,7 @@ class SeenAttention:
 
     @property
     def options(self) -> dict[str, Any]:
-        """What `Method.run` is told of it."""
+        """The fields of `Options` for `Method.run`."""
         names = "key_mask", "scale", "causal", "sinks", "positions"
         return {name: getattr(self, name) for name in names}
 

@@ -47,7 +47,7 @@ if TYPE_CHECKING:
     from matplotlib.figure import Figure
 
 COVERAGE = 0.99
-# What the coverage is a part of.
+# What the coverage counts, by what `max_error` bounds.
 COUNTED: dict[str, str] = {"head": "heads", "layer": "texts"}
 
 
@@ -56,11 +56,11 @@ class Calibration:
     """What `calibrate` found: `patch_attention(model, settings=calibration)`, `print(calibration)`.
 
     Args:
-        settings (`PerHead`): the candidates, the table of heads, and in `calibration` how they were found:
+        settings (`PerHead`): the candidates, the table of heads, and in `calibration` how they were found. The keys:
             `max_error`, `error_of` (what it bounds), `lengths`, `texts`, `margin`, `held_out` (the part of the heads,
-            or of the texts, within it on texts left out), `errors` (the largest on these texts, by layer and head), of
-            layers `layers_error` (their mean, the largest on these texts), `speed` against exact attention and whether
-            it is that of `training`.
+            or of the texts, that is within the error on texts left out), `errors` (the largest on these texts, by
+            layer and head), with `error_of="layer"` `layers_error` (the largest mean of the layers on these texts),
+            `speed` (against exact attention) and `training` (whether the speed is that of both passes).
         base_model (`str`, *optional*): the id on the Hub of the model.
     """
 
@@ -72,7 +72,7 @@ class Calibration:
         return write_stored(self.settings, None, self.base_model)
 
     def save(self, path: str | Path) -> Path:
-        """Write a small JSON file, which serves every fine-tune of the model; what was there stays till it is whole.
+        """Write a small JSON file, which serves every fine-tune of the model; an older file stays until it is whole.
 
         Args:
             path (`str` or `Path`): the file; or a folder, for its `effattn.json`.
@@ -225,7 +225,7 @@ def calibrate(
                 advance(f"layer {seen.layer}, {seen.query.shape[2]:,} tokens")
             return exact
 
-        # What is made in inference mode has no way back.
+        # Tensors that are made in inference mode can have no gradients, which `training` times.
         with as_it_was(model), torch.inference_mode(False), torch.no_grad():
             model.eval()
             for batch in batches:

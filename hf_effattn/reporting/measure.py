@@ -171,7 +171,7 @@ class _MeasureInput:
         self.model, self.stacks = self.subject.model, self.subject.stacks
         paths = {module: path for path, module in self.model.named_modules()}
         self.encoder_of = {module: paths[one.model] for one in self.stacks for module in one.modules}
-        # What runs in each module: nothing where it stays exact.
+        # The method of each module, without the modules that stay exact.
         self.patched = {
             label: {
                 module: method
@@ -185,7 +185,7 @@ class _MeasureInput:
         }
 
     def run(self) -> None:
-        # Another method's patch took away what a converted model was trained with.
+        # The patch of another method takes away what a conversion was trained with.
         self.put_back()
         if self.found.layers:
             with recording(self.subject, self._watch_attention):
@@ -230,14 +230,14 @@ class _MeasureInput:
         return exact
 
     def _note_tokens(self) -> None:
-        """Where no layer is recorded, as all run exactly, the tokens are those of the input."""
+        """Count the tokens of the input: all layers run exactly, so none is recorded."""
         mask = self.batch.get("attention_mask")
         self._start(None if mask is None else mask.bool())
         tokens = self.batch["input_ids"] if "input_ids" in self.batch else self.batch["inputs_embeds"]
         self._note_size(tokens.shape[0], tokens.shape[1], self.key_mask)
 
     def _note_frames(self, stack: Stack) -> None:
-        """Of sound a layer tells how many frames it has, and which are padding."""
+        """Count the frames of a recording, which the first layer sees, and those that are padding."""
 
         def note(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
             hidden, mask = (*args, kwargs.get("hidden_states"))[0], kwargs.get("attention_mask")
@@ -265,7 +265,7 @@ class _MeasureInput:
         measured.valid_tokens = batch_size * length if key_mask is None else int(key_mask.sum())
 
     def _note_length(self, seen: SeenAttention) -> None:
-        """How many tokens this layer sees, and what that makes exact; each encoder of a model has its own inputs."""
+        """Note how many tokens a layer sees, which may differ among encoders, and which methods that makes exact."""
         B, _, N, _ = seen.query.shape
         measured = self.found.inputs[-1]
         if measured.length < N:
@@ -372,7 +372,7 @@ def _check_options(max_error: float | None, repeats: int) -> None:
 
 
 def _has_own_code(stack: Stack) -> bool:
-    """Whether the exact model runs neither SDPA nor what stands for it here."""
+    """Whether the exact model runs transformers' own code, and neither SDPA nor its equal with attention sinks."""
     return not stack.exact.is_recorded and stack.exact.baseline == EAGER
 
 

@@ -107,7 +107,7 @@ def _method_line(report: Findings, label: str, length: int | None) -> str:
     speeds = [value for m in measurements if (value := report.speedup(m)) is not None]
     if speeds:
         alone = [value for m in measurements if (value := report.speedup(m, "attention")) is not None]
-        # What is timed of a layer is what is not in windows.
+        # Layers with windows are not timed alone.
         aside = "" if stays_exact else f" (attention alone {ratio(alone)})"
         facts.append(f"the model runs {ratio(speeds)} as fast{aside}")
     peaks = [m.forward_peak_bytes for m in measurements if m.forward_peak_bytes is not None]

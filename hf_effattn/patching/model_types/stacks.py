@@ -29,8 +29,8 @@ class Stack:
             model's own, but for the old composite models, which give their parts a second copy.
         layers (`tuple[tuple[int, ...], ...]`): for each module the layers it serves (ALBERT's serve several).
         depth (`int`): how many layers it has, those without attention among them.
-        unknown (`dict[int, nn.Module]`): by layer, what stands where others have their self-attention and is none
-            that the table names, or never calls transformers' attention function.
+        unknown (`dict[int, nn.Module]`): by layer, the module that stands where other layers have their
+            self-attention but is not in the table, or never calls transformers' attention function.
         causal (`bool`): whether it masks the future.
         exact (`ExactKind`): which layers stay exact under every method, and what is gained in them.
     """
@@ -195,7 +195,7 @@ def _stack(model: PreTrainedModel, attending: list[tuple[nn.Module, _Place]]) ->
 
 
 def _unknown_attention(layer: nn.Module, paths: set[str], entry: ModelType) -> list[nn.Module]:
-    """What a layer has where others have their self-attention, but for transformers' own, as in hybrids."""
+    """The modules that stand where other layers have their self-attention; not transformers' own, as in hybrids."""
     modules = dict(layer.named_modules())
     there = [modules[path] for path in sorted(paths) if path in modules]
     return [
@@ -235,7 +235,7 @@ def reserved_rows(positions: LearnedPositions, padding: int | None) -> int:
 
 
 def usual_length(config: Any) -> int | None:
-    """The tokens of a model's usual image, or the most of one whose positions are computed or fixed."""
+    """The tokens of an image of the config's size, or the most tokens that the config names; None without a limit."""
     entry = MODEL_TYPES.get(getattr(config, "model_type", ""))
     if entry is not None and (entry.reads == "video" or getattr(entry.positions, "any_size", False)):
         return None  # the sizes in the config are those of one image of a clip, or no limit
