@@ -67,7 +67,7 @@ def illustrate(report: Findings) -> list[Section]:
     errors = Section("Error by layer and head", "The errors of the attention output were not measured in all layers.")
     if not report.layers:
         errors.text = "All layers run exactly."
-    for length in _drawn_lengths(report):
+    for length in drawn_lengths(report, MOST_LENGTHS_APART):
         where = "mean over all inputs" if length is None else f"{length:,} tokens"
         alt = f"Heat maps, {where}: error of the attention output, layers down, heads across, {methods}."
         errors.pictures.append(_picture(draw_errors(report, length=length, columns=1), alt))
@@ -75,11 +75,11 @@ def illustrate(report: Findings) -> list[Section]:
     return [cost, errors]
 
 
-def _drawn_lengths(report: Findings) -> Sequence[int | None]:
-    """The lengths at which some method was measured in all layers; one None for all together where they are many."""
+def drawn_lengths(report: Findings, most: int) -> Sequence[int | None]:
+    """The lengths at which some method was measured in all layers; one None for all together where they are more."""
     done = [m for m in report.measurements if m.attention_error and len(m.attention_error) == len(report.layers)]
     lengths = sorted({report.inputs[m.input].length for m in done})
-    return [None] if len(lengths) > MOST_LENGTHS_APART else lengths
+    return [None] if len(lengths) > most else lengths
 
 
 def illustrate_text(
