@@ -1,4 +1,4 @@
-"""What the modules of a patched model measured of their heads' errors in the last forward pass."""
+"""The errors of heads that the modules of a patched model measured in the last forward pass."""
 
 import torch
 from torch import nn
@@ -56,7 +56,7 @@ def measured_error(model: nn.Module) -> dict[int, MeasuredError]:
 
 
 def expect_measurement(module: nn.Module) -> None:
-    """Forget what an earlier pass measured of a module that is called now: this call may run exact attention."""
+    """Forget what a module measured in an earlier pass, before a call that may run exact attention."""
     patch, measured = getattr(module, RECORD, None), measurements_of(module)
     kept: tuple[MeasuredError | None, ...] = (None,)
     if patch is not None and patch.calls > 1 and not torch.compiler.is_compiling():

@@ -37,7 +37,7 @@ LARGEST_COUNT = 2**31 - 1  # of tokens, clusters, ...: the ops take integers of 
 
 @dataclass(kw_only=True)
 class Options:
-    """What a call of attention asks for beside its queries, keys and values.
+    """The arguments of a call of attention, except queries, keys and values.
 
     Args:
         key_mask (`torch.BoolTensor`, *optional*): `(B, N)`, True = attend; it masks the same rows of the queries.
@@ -183,7 +183,7 @@ class Method(ABC):
         if self.tolerance is None or options.dropout_p > 0:
             return result
         learns = options.training or (options.module is not None and options.module.training)
-        # A graph cannot wait for what is measured, and earlier tokens must not learn of later ones.
+        # A graph cannot wait for what is measured, and a decoder's earlier tokens must not depend on later ones.
         captured = torch.compiler.is_compiling() or (query.is_cuda and torch.cuda.is_current_stream_capturing())
         decides = not (learns or captured or (options.causal and not options.prompt))
         if is_traced():
@@ -200,7 +200,7 @@ class Method(ABC):
 
     @property
     def instead_of_onnx(self) -> str:
-        """What to do where a graph of ONNX was asked for, which has no such op."""
+        """What to do instead of exporting to ONNX, which has no such op, for messages."""
         if self.needs_fine_tuning:
             return f'use torch.export or torch.compile; what was trained with "{self.method}" has no exact model'
         return "call unpatch_attention(model) and export the exact model, or use torch.export or torch.compile"
@@ -223,7 +223,7 @@ class Method(ABC):
             mask = visible_keys(options.key_mask, N, causal=options.causal)
             exact = exact_weights(query, key, mask, options.scale, causal=options.causal, sinks=options.sinks)
             return exact[..., columns]
-        # The groups are the same each time, by their seed; what a tolerance corrects is the caller's to know.
+        # The seed makes the groups the same each time. What a tolerance corrects is added by the caller.
         method = self if self.tolerance is None else replace(self, tolerance=None)
         return self.implied_weights(query, key, lambda values: method.run(query, key, values, **arguments), columns)
 

@@ -13,7 +13,7 @@ from ...ops.causal_clustered_attention import DEFAULT_SEGMENT_LENGTH, DEFAULT_WI
 from ...ops.cluster_queries import LARGEST_SEED
 from .base import Groups, Method, Options
 
-# Of Lloyd's algorithm: the op runs no second one.
+# The most rounds of Lloyd's algorithm that the op runs.
 MOST_ITERATIONS = 1
 
 
@@ -69,7 +69,7 @@ class CausalMethod(Method):
 
     @property
     def of_older_keys(self) -> dict[str, Any]:
-        """How the op attends to the keys before the window."""
+        """The op's arguments for the keys before the window."""
         raise NotImplementedError
 
     def attend(

@@ -30,7 +30,7 @@ from .base import Groups, Method, Options
 
 CLUSTERINGS = ("kmeans", "lsh")
 METRICS = ("keys", "queries")
-# Of Lloyd's algorithm on the keys, at most: a third round saves no error that its time would not save elsewhere.
+# The most rounds of Lloyd's algorithm on keys. The time of a third round lowers the error more if spent elsewhere.
 KEY_ITERATIONS = 2
 
 
@@ -192,7 +192,7 @@ class BiClustered(ImprovedClustered):
     summary: ClassVar[str] = (
         "each query uses a few keys exactly, and all other keys by the first order of clusters of keys"
     )
-    # Its error falls with the square of a cluster's radius, which a fit on few queries of each does not find.
+    # Its error falls with the square of a cluster's radius, which needs enough queries per cluster to be fitted.
     fit_per_cluster: ClassVar[int] = 64
     price: ClassVar[tuple[str, ...]] = ("clusters", "topk", "key_clusters")
     purpose: ClassVar[dict[str, str]] = {

@@ -21,9 +21,9 @@ from ..model_types.stacks import Stack, is_bidirectional
 from .base import Groups, Method, Options, attend_exactly
 from .clustered import BiClustered
 
-# What a head costs at any settings, beside what each of their counts does.
+# What a head costs in addition to its counts, in the unit of those: one cluster costs 1.
 COST_OF_A_HEAD = 160
-COST_OF_CLUSTERING = 16  # of the points of a head: as many clusters more take as long
+COST_OF_CLUSTERING = 16  # what clustering a head's queries, or keys, costs in addition to its clusters
 Share = tuple[Method | None, list[int]]  # settings, None for exact attention, and the key/value heads that have them
 Shares = list[Share]  # named, as torch.compile evaluates the annotations of inner functions and knows no `list[...]`
 
@@ -124,7 +124,7 @@ class PerHead(Method):
         return None if min(row) == len(self.candidates) else replace(self, heads=(row,))
 
     def _differences(self, stack: Stack) -> str:
-        """What tells the model that the settings were made for from a stack; empty where nothing does."""
+        """How the model that the settings were made for differs from a stack, in words; empty where it does not."""
         this = {"bidirectional": False} | described(stack)
         made_for = {"layers": len(self.heads), "key_heads": len(self.heads[0]) if self.heads else 0}
         model = (self.calibration or {}).get("model")
@@ -185,7 +185,7 @@ class PerHead(Method):
         return _query_heads([head for head, index in enumerate(row) if index < len(self.candidates)], group)
 
     def _shares(self, key: torch.Tensor) -> list[Share]:
-        """The candidates in use with their key/value heads, the dearest first; None: exact."""
+        """The candidates in use with their key/value heads, the slowest first; None stands for exact attention."""
         (row,) = self.heads
         if len(row) != key.shape[1]:
             raise ValueError(f"the settings are for {len(row)} key/value heads, and the attention has {key.shape[1]}")
@@ -197,7 +197,7 @@ class PerHead(Method):
         return [(candidate, heads) for candidate, heads in reversed(shares) if heads]
 
     def _shares_of(self, query: torch.Tensor, key: torch.Tensor) -> list[Share]:
-        """The same for these inputs, for which some of the candidates may be exact."""
+        """The shares for these inputs, on which some of the candidates may be exact."""
         N, device_type = query.shape[2], query.device.type
         exact: list[int] = []
         shares: list[Share] = []
@@ -213,7 +213,7 @@ class PerHead(Method):
     ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
         """Labels of all queries and keys, `(B, heads, N)`, and which heads are exact, `(B, key/value heads)`.
 
-        0 where a head's candidate groups none.
+        Labels are 0 in heads whose candidate makes none.
         """
         labels = query.new_zeros(query.shape[:3], dtype=torch.int64)
         key_labels = key.new_zeros(key.shape[:3], dtype=torch.int64)
@@ -238,7 +238,7 @@ class PerHead(Method):
 
         alike: dict[Method | None, list[int]] = {}
         for candidate, heads in shares:
-            # How many keys are exact does not change how queries and keys are grouped.
+            # The number of exact keys changes no label, so candidates that differ in it alone are grouped together.
             alike.setdefault(
                 replace(candidate, topk=1) if isinstance(candidate, BiClustered) else candidate, []
             ).extend(heads)
@@ -252,7 +252,7 @@ class PerHead(Method):
     def attend(
         self, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, options: Options, groups: Groups = ()
     ) -> torch.Tensor:
-        """Every candidate on its heads; training on a CPU, `"bi-clustered"` and exact ones in one call."""
+        """Run every candidate on its heads; in training on a CPU all bi-clustered and exact heads in one call."""
         group, shares = query.shape[1] // key.shape[1], self._shares_of(query, key)
         if _in_parts(options, query, key, value):
             return self._attend_in_parts(query, key, value, options, shares)
@@ -265,7 +265,7 @@ class PerHead(Method):
             candidates = {head: candidate for candidate, heads in one_call for head in heads}
             heads = sorted(candidates)
             query_heads = _query_heads(heads, group)
-            # An exact head's counts are not looked at.
+            # The counts of an exact head are not read.
             clusters, topk, key_clusters = (
                 [getattr(candidates[head], name, 1) for head in heads] for name in ("clusters", "topk", "key_clusters")
             )
@@ -318,7 +318,7 @@ class PerHead(Method):
     def _attend_in_parts(
         self, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, options: Options, shares: list[Share]
     ) -> torch.Tensor:
-        """A part of a share per thread at a time, its grouping included."""
+        """Let every thread take a part of a share at a time, and group and attend in it."""
         output = query.new_empty(*query.shape[:3], value.shape[3])
         group, N = query.shape[1] // key.shape[1], query.shape[2]
 
@@ -329,7 +329,7 @@ class PerHead(Method):
             part_output = _attend(candidate, *inputs, _options_of(query_heads, options), rows)
             _store(output[:, :, rows], query_heads, part_output)
 
-        # An exact head takes as long as all others together: its queries are divided, not the heads.
+        # An exact head takes as long as all others together, so threads divide its queries and not the heads.
         runs = heads_of_threads(N, query.device)
         if options.causal:
             runs = _causal_runs(runs) if options.key_mask is None and key.shape[3] == value.shape[3] else runs[:0]
@@ -355,7 +355,7 @@ _NOTHING = (
 )
 
 
-# Of keys and values where their number is another, and as configs of image models have it.
+# The names of the number of key/value heads in configs; the last is that of image models.
 _HEADS = ("num_key_value_heads", "num_attention_heads", "num_heads")
 
 
@@ -399,7 +399,7 @@ def _attend_exactly(
 
 
 def _causal_runs(runs: Sequence[slice]) -> list[slice]:
-    """As many runs of queries, which take equally long where none sees a later key."""
+    """As many runs of queries, which take equally long under a causal mask."""
     length, count = runs[-1].stop, len(runs)
     edges = [round(length * (index / count) ** 0.5) for index in range(count + 1)]
     return [slice(*edge) for edge in pairwise(edges) if edge[0] < edge[1]]
@@ -434,13 +434,13 @@ def _in_parts(options: Options, *tensors: torch.Tensor) -> bool:
 
 
 def _of_threads(shares: Sequence[Share], device: torch.device) -> list[Share]:
-    """In as many parts each as there are threads, the dearest first, so that none waits long for the last."""
+    """The shares, each divided into a part for every thread; the slowest first, so that no thread waits long."""
     parts = [(candidate, heads[part]) for candidate, heads in shares for part in heads_of_threads(len(heads), device)]
     return sorted(parts, key=_cost, reverse=True)
 
 
 def _cost(share: Share) -> float:
-    """Of a part beside others, measured at 8,192 tokens."""
+    """The time of a part compared with others, measured at 8,192 tokens."""
     candidate, heads = share
     if candidate is None:
         return math.inf
@@ -450,8 +450,8 @@ def _cost(share: Share) -> float:
 def _runs_of_threads(shares: Sequence[Share], device: torch.device) -> list[list[Share]]:
     """Shares for every thread that are grouped in about the same time.
 
-    The heads stand in a row, cut as often as there are further threads: each part of a share walks all the small steps
-    of its clusterings, which take as long as the arithmetic of some heads.
+    The heads stand in a row that is cut between threads. It is cut as seldom as possible, because each part of a share
+    repeats the small steps of its clustering, which take as long as the arithmetic of some heads.
     """
     row = [(candidate, head) for candidate, heads in shares for head in heads]
     ends = list(accumulate(_grouping_cost(candidate) for candidate, _ in row))
