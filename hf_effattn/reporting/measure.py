@@ -219,10 +219,11 @@ class _MeasureInput:
                 if label == UNPATCHED:
                     exact = output
                 elif done == 0:
-                    errors = head_errors(exact, output, seen.key_mask)
-                    self.measured[label].attention_error[seen.layer] = errors
-                    if not seen.causal and seen.module in self.patched[label]:
-                        self._note_exact_heads(label, seen)
+                    measurement, method = self.measured[label], self.patched[label].get(seen.module)
+                    measurement.attention_error[seen.layer] = head_errors(exact, output, seen.key_mask)
+                    if method is not None and not seen.causal:
+                        heads = method.exact_heads(seen.query, seen.key, seen.key_mask, seen.scale)
+                        measurement.exact_heads |= {seen.layer: heads} if heads else {}
             if self.repeats:
                 for label, taken in seconds.items():
                     self.measured[label].attention_seconds.append(taken)
@@ -273,19 +274,11 @@ class _MeasureInput:
         if len(self.stacks) > 1:
             measured.encoder_lengths[self.encoder_of[seen.module]] = N
         for label, candidate in self.candidates.items():
-            if seen.module not in self.patched[label]:
-                continue
-            reasons = self.reasons[label]
-            reasons.add(candidate.by_kind[seen.causal].why_exact(N, seen.query.device.type))
-            if reasons == {"settings"}:
-                self.measured[label].why_exact = "settings"
-            else:
-                self.measured[label].why_exact = "min_length" if "min_length" in reasons else None
-
-    def _note_exact_heads(self, label: str, seen: SeenAttention) -> None:
-        heads = self.patched[label][seen.module].exact_heads(seen.query, seen.key, seen.key_mask, seen.scale)
-        if heads:
-            self.measured[label].exact_heads[seen.layer] = heads
+            if seen.module in self.patched[label]:
+                reasons = self.reasons[label]
+                reasons.add(candidate.by_kind[seen.causal].why_exact(N, seen.query.device.type))
+                forced = "min_length" if "min_length" in reasons else None
+                self.measured[label].why_exact = "settings" if reasons == {"settings"} else forced
 
     @staticmethod
     def _attention_call(method: Method, seen: SeenAttention) -> Callable[[], torch.Tensor]:
@@ -371,12 +364,9 @@ def _check_options(max_error: float | None, repeats: int) -> None:
         raise ValueError("max_error asks for the fastest method, so it needs times: repeats must be at least 1")
 
 
-def _has_own_code(stack: Stack) -> bool:
-    """Whether the exact model runs transformers' own code, and neither SDPA nor its equal with attention sinks."""
-    return not stack.exact.is_recorded and stack.exact.baseline == EAGER
-
-
 def _environment(model: PreTrainedModel, stacks: list[Stack], repeats: int, memory: bool) -> dict[str, Any]:
+    # A stack that is recorded is compared with SDPA, or with its equal for attention sinks.
+    eager = all(not stack.exact.is_recorded and stack.exact.baseline == EAGER for stack in stacks)
     return {
         "model": type(model).__name__,
         "model_type": getattr(model.config, "model_type", None),
@@ -384,7 +374,7 @@ def _environment(model: PreTrainedModel, stacks: list[Stack], repeats: int, memo
         "dtype": str(model.dtype).removeprefix("torch."),
         "causal": any(stack.causal for stack in stacks),
         "repeats": repeats,
-        "baseline": EAGER if all(map(_has_own_code, stacks)) else BASELINE,
+        "baseline": EAGER if eager else BASELINE,
         "memory_measure": MEMORY_MEASURES.get(model.device.type) if memory else None,
         **environment(model.device),
     }
