@@ -10,7 +10,14 @@ import typer
 
 from ..version import __version__
 from . import benching, converting, embedding, listing, publishing, tuning
-from .arguments import check_output_folder, lengths_of, lines_of_progress, method_of, mistakes_in_words
+from .arguments import (
+    check_output_folder,
+    lengths_of,
+    lines_of_progress,
+    method_of,
+    mistakes_in_words,
+    with_positions,
+)
 
 app = typer.Typer(
     no_args_is_help=True,
@@ -138,8 +145,6 @@ def report(
     chosen = [method_of(one) for one in method or []] or None
     wanted = lengths_of(lengths) or ()
     from ..measuring.candidates import make_candidates
-    from ..patching import extend_positions
-    from ..patching.model_types.stacks import longest_input
     from ..patching.stored import FIELD
     from ..reporting import report as measure
     from ..reporting.html import check_destination
@@ -162,10 +167,7 @@ def report(
             chosen = _own_and_default_methods(loaded)
         passages = Passages(tokenizer, books)
         inputs: list[dict[str, Any]] = [{"input_ids": passages.longest(length)} for length in wanted]
-        positions = longest_input(loaded)
-        if positions is not None and max(wanted) > positions:
-            typer.secho(f"The model knows {positions} positions; beyond, they are repeated.", err=True)
-            loaded = extend_positions(loaded, max(wanted))
+        loaded = with_positions(loaded, max(wanted))
         with warnings.catch_warnings():
             warnings.filterwarnings("ignore", message="report was interrupted")  # the report says so itself
             found = measure(loaded, inputs, chosen, max_error=max_error, repeats=repeats, progress=lines_of_progress())

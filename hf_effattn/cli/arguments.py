@@ -69,6 +69,18 @@ def method_of(text: str) -> dict[str, Any]:
         raise typer.BadParameter(str(error)) from None
 
 
+def with_positions(model: Any, length: int) -> Any:
+    """The model, its positions repeated where it takes fewer tokens, which is said."""
+    from ..patching import extend_positions
+    from ..patching.model_types.stacks import longest_input
+
+    positions = longest_input(model)
+    if positions is None or length <= positions:
+        return model
+    typer.secho(f"The model knows {positions} positions; beyond, they are repeated.", err=True)
+    return extend_positions(model, length)
+
+
 def check_output_folder(folder: Path | None) -> None:
     """Raise before the work where its results could not be written after it."""
     if folder is not None and folder.exists() and not folder.is_dir():

@@ -31,22 +31,10 @@ def bench(
     """
     chosen = [method_of(one) for one in method or []] or None
     wanted = lengths_of(lengths) or ()
-    from rich.console import Console
-    from rich.progress import Progress
-
     from ..measuring.bench import bench as measure
 
     with mistakes_in_words():
         check_output_file(output)
-    lines = lines_of_progress()
-    with mistakes_in_words(), Progress(console=Console(stderr=True), transient=True, disable=lines is not None) as bar:
-        task = bar.add_task("measuring", total=len(wanted))
-
-        def advance(done: int, total: int, what: str) -> None:
-            bar.update(task, completed=done, description=what)
-            if lines is not None:
-                lines(done + 1, total, what)
-
         found = measure(
             wanted,
             chosen,
@@ -57,7 +45,7 @@ def bench(
             device=device,
             backward=not forward_only,
             repeats=repeats,
-            advance=advance,
+            progress=lines_of_progress(),
         )
     text = json.dumps(found, indent=1)
     if output is not None:

@@ -90,33 +90,16 @@ def embed(
 
     It says first how long it will take. Empty and binary files are left out, and listed in skipped.jsonl.
     """
-    wanted = None if method is None else method_of(method)
+    # The arguments have the names of the options, but for this one.
+    options = locals() | {"method": None if method is None else method_of(method), "form": format}
+    del options["format"]
     from ..embedding.options import EmbedOptions
     from ..embedding.run import embed as run
 
-    options = EmbedOptions(
-        model=model,
-        documents=documents,
-        output=output,
-        method=wanted,
-        max_error=max_error,
-        pooling=pooling,
-        normalize=normalize,
-        prompt=prompt,
-        max_length=max_length,
-        extend_positions=extend_positions,
-        chunk=chunk,
-        batch_tokens=batch_tokens,
-        dtype=dtype,
-        device=device,
-        text_field=text_field,
-        id_field=id_field,
-        form=format,
-    )
     with mistakes_in_words():
         try:
             with _shown_progress() as progress:
-                path = run(options, progress)
+                path = run(EmbedOptions(**options), progress)
         except KeyboardInterrupt:
             typer.secho("Interrupted; the same command goes on from here.", err=True)
             raise typer.Exit(130) from None

@@ -5,7 +5,7 @@ from typing import Annotated
 
 import typer
 
-from .arguments import check_output_folder, lengths_of, lines_of_progress, mistakes_in_words
+from .arguments import check_output_folder, lengths_of, lines_of_progress, mistakes_in_words, with_positions
 
 
 def tune(
@@ -38,8 +38,6 @@ def tune(
     """Find the cheapest settings of every head that keep the error within a bound, on your model and text."""
     wanted = lengths_of(lengths) or ()
     from ..atomic_files import write_atomically
-    from ..patching import extend_positions
-    from ..patching.model_types.stacks import longest_input
     from ..patching.stored import FIELD, read_stored
     from ..reporting import calibrate
     from ..reporting.pictures import new_figure
@@ -59,10 +57,7 @@ def tune(
             )
         passages = Passages(tokenizer, books)
         inputs = [{"input_ids": ids[None]} for length in wanted for ids in passages.spread(length, texts)]
-        positions = longest_input(loaded)
-        if positions is not None and max(wanted) > positions:
-            typer.secho(f"The model knows {positions} positions; beyond, they are repeated.", err=True)
-            loaded = extend_positions(loaded, max(wanted))
+        loaded = with_positions(loaded, max(wanted))
         found = calibrate(
             loaded,
             inputs,

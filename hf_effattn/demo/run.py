@@ -13,9 +13,9 @@ from transformers import PreTrainedModel
 
 from ..measuring.candidates import Candidate, make_candidates
 from ..measuring.json_numbers import finite_or_none
-from ..measuring.recording import as_it_was
 from ..patching import extend_positions, patch_attention
 from ..patching.model_types.stacks import longest_input
+from ..patching.snapshot import as_it_was
 from ..reporting import Report, report
 from ..reporting.pattern import find_pattern
 from ..reporting.pictures import draw_pattern, new_figure
@@ -187,7 +187,7 @@ def _checked_lengths(options: DemoOptions) -> list[int]:
 
 def _candidates_for(methods: Sequence[dict[str, Any]], length: int) -> list[Candidate]:
     """Those that approximate anything at a length."""
-    candidates = [one for one in make_candidates(methods) if one.why_exact(length, "cpu") != "settings"]
+    candidates = [one for one in make_candidates(methods) if not one.settings.counts_reach(length)]
     if not candidates:
         raise ValueError(
             f"--lengths: at {length} tokens every setting of the demo has as many clusters as tokens, so there is "

@@ -30,7 +30,7 @@ def is_long_enough(length: int, model: PreTrainedModel) -> bool:
         return True
     causal, device = any(causal_modules(model)), model.device.type
     candidates = make_candidates(None, kinds=[causal])
-    return any(candidate.why_exact(length, device, causal=causal) is None for candidate in candidates)
+    return any(not candidate.settings.is_exact(length, device) for candidate in candidates)
 
 
 def fastest_method(

@@ -15,6 +15,7 @@ from .environment import environment, usable_device
 from .errors import relative_error
 from .exact_kernels import exact_kernels
 from .json_numbers import finite_or_none
+from .progress import Progress, progress_bar
 
 Inputs = tuple[torch.Tensor, torch.Tensor, torch.Tensor]
 Attend = Callable[..., torch.Tensor]
@@ -37,7 +38,7 @@ def bench(
     device: str | torch.device | None = None,
     backward: bool = True,
     repeats: int = 5,
-    advance: Callable[[int, int, str], None] = lambda done, total, what: None,
+    progress: bool | Progress | None = None,
 ) -> dict[str, Any]:
     """Time attention that sees all tokens, on random inputs, interleaved with exact attention, clustering included.
 
@@ -55,7 +56,7 @@ def bench(
         device (`str`, *optional*): Default: a GPU where there is one, else the CPU.
         backward (`bool`): whether the gradients are timed too.
         repeats (`int`): rounds of timing; short calls get more.
-        advance (`Callable`): told before each length `(done, total, what)`: lengths done, all lengths, the next one.
+        progress (`bool` or `Callable`, *optional*): as of `hf_effattn.report`; a step is a length.
 
     Returns:
         `dict`: JSON values, `environment`, `settings` and `rows`: one per length and kernel or method, with
@@ -80,42 +81,42 @@ def bench(
     if dtype not in DTYPES:
         raise ValueError(f"dtype must be one of {', '.join(DTYPES)}, got {dtype!r}")
     candidates = make_candidates(DEFAULT_METHODS if methods is None else methods)
-    for one in candidates:
-        if one.layers is not None:
-            raise ValueError(f"{one.label}: there is no model here that has layers: leave them out")
-        if METHODS[one.settings.method].needs_fine_tuning:
+    for candidate in candidates:
+        if candidate.layers is not None:
+            raise ValueError(f"{candidate.label}: there is no model here that has layers: leave them out")
+        if METHODS[candidate.settings.method].needs_fine_tuning:
             raise ValueError(
-                f"{one.label} is a conversion, whose attention belongs to a model: measure it with hf_effattn.report"
+                f"{candidate.label} is a conversion, whose attention belongs to a model: measure it with "
+                "hf_effattn.report"
             )
-        if one.settings.stays_exact:
+        if candidate.settings.stays_exact:
             raise ValueError(
-                f"{one.label} approximates nothing, and there are no windows here: measure it with hf_effattn.report "
-                "on a model that has them"
+                f"{candidate.label} approximates nothing, and there are no windows here: measure it with "
+                "hf_effattn.report on a model that has them"
             )
-        if isinstance(one.settings, PerHead):
+        if isinstance(candidate.settings, PerHead):
             raise ValueError(
-                f"{one.label} has a setting for every head of a model, and there is none here: measure it with "
+                f"{candidate.label} has a setting for every head of a model, and there is none here: measure it with "
                 "hf_effattn.report, or a setting of one of its heads"
             )
     chosen = usable_device(device)
     rows: list[dict[str, Any]] = []
-    for done, length in enumerate(lengths):
-        advance(done, len(lengths), f"{length:,} tokens")
-        inputs = random_inputs(batch_size, length, num_heads, head_dim, getattr(torch, dtype), chosen)
-        forced = {one.label: one.forced for one in candidates}
-        parts = {"forward": repeats} | ({"forward_backward": repeats} if backward else {})
-        found, calls = measure_shape(forced, inputs, parts)
-        exact = exact_output(inputs)
-        for row in found:
-            if "forward_ms" in row:
-                row["random_error"] = relative_error(exact, forward(calls[row["method"]], inputs))
-        rows += [{"length": length, **row} for row in found]
-        measured = {row["method"] for row in found}
-        rows += [
-            {"length": length, "method": name, "why_exact": "settings"} for name in forced if name not in measured
-        ]
+    forced = {candidate.label: candidate.forced for candidate in candidates}
+    parts = {"forward": repeats} | ({"forward_backward": repeats} if backward else {})
+    with progress_bar(progress, len(lengths), "bench") as advance:
+        for length in lengths:
+            advance(f"{length:,} tokens")
+            inputs = random_inputs(batch_size, length, num_heads, head_dim, getattr(torch, dtype), chosen)
+            measured_rows, calls = measure_shape(forced, inputs, parts)
+            exact = exact_output(inputs)
+            for row in measured_rows:
+                if "forward_ms" in row:
+                    row["random_error"] = relative_error(exact, forward(calls[row["method"]], inputs))
+            measured = {row["method"] for row in measured_rows}
+            measured_rows += [{"method": name, "why_exact": "settings"} for name in forced if name not in measured]
+            rows += [{"length": length, **row} for row in measured_rows]
     settings = {"batch_size": batch_size, "num_heads": num_heads, "head_dim": head_dim, "dtype": dtype}
-    settings |= {"repeats": repeats, "methods": {one.label: one.to_dict() for one in candidates}}
+    settings |= {"repeats": repeats, "methods": {candidate.label: candidate.to_dict() for candidate in candidates}}
     return {"environment": environment(chosen), "settings": settings, "rows": finite_or_none(rows)}
 
 
@@ -171,7 +172,7 @@ def measure_shape(
     length, device = query.shape[2], query.device
     exact, refused = exact_kernels(*inputs)
     calls: dict[str, Attend] = exact | {
-        name: settings.run for name, settings in methods.items() if not settings.is_exact(length, length, device.type)
+        name: settings.run for name, settings in methods.items() if not settings.is_exact(length, device.type)
     }
     rows: dict[str, dict[str, Any]] = {name: {"method": name, "exact": name in exact} for name in calls}
     for part, rounds in repeats.items():
@@ -185,7 +186,7 @@ def measure_shape(
                 continue
             rows[name][f"{part}_peak_bytes"] = peak
             runs[name] = run
-        for name, found in compare(runs, exact, device, rounds).items():
-            rows[name] |= {f"{part}_{field}": value for field, value in found.items()}
+        for name, numbers in compare(runs, exact, device, rounds).items():
+            rows[name] |= {f"{part}_{field}": value for field, value in numbers.items()}
     next(iter(rows.values()))["refused"] = refused
     return list(rows.values()), calls

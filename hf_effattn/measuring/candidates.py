@@ -63,18 +63,6 @@ class Candidate:
         layers = {} if self.layers is None else {"layers": list(self.layers)}
         return {"method": self.settings.method, **self.settings.to_dict(), **layers}
 
-    def why_exact(self, length: int, device_type: str, *, causal: bool = False) -> str | None:
-        """Why patching with these settings runs exact attention on inputs of this many tokens; None where it does not.
-
-        Returns:
-            `str`, *optional*: `"min_length"` (the report still measures the method) or `"settings"` (one of its counts
-            reaches the length: there is nothing to approximate, and the report measures exact attention).
-        """
-        settings = self.by_kind.get(causal, self.settings)
-        if replace(settings, min_length=0).is_exact(length, length, device_type, causal=causal):
-            return "settings"
-        return "min_length" if settings.is_exact(length, length, device_type, causal=causal) else None
-
 
 def make_candidates(
     methods: str | Mapping[str, Any] | Sequence[str | Mapping[str, Any]] | None, *, kinds: Iterable[bool] | None = None

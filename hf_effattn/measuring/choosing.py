@@ -11,22 +11,22 @@ import torch
 
 # What `max_error` bounds in a calibration.
 ERROR_OF = ("head", "layer")
-# The margins that are tried, beside which texts that a table was not made from stay within the budget.
+# The margins that are tried, the smallest first.
 MARGINS = tuple(1 + step / 50 for step in range(101))
 MOST_ERROR, BUDGET_STEP = 2.0, 0.005
-# Below it a difference of errors, or of seconds, is none.
+# A difference of errors, or of seconds, below this counts as 0.
 NOTHING = 1e-12
 
 
 class Rule(Protocol):
-    """What a budget counts, and so how heads share it."""
+    """What a budget bounds, which decides how heads share it."""
 
     def choose(self, errors: torch.Tensor, budget: float, margin: float) -> torch.Tensor:
         """The table of heads within a budget on `errors` `(T, R, L, H)`, times a margin of at least 1."""
         ...
 
     def within(self, table: torch.Tensor, errors: torch.Tensor, budget: float) -> torch.Tensor:
-        """Of everything that the budget counts on one text, errors `(1, R, L, H)`, whether it is within: `(n,)`."""
+        """Whether each thing that the budget bounds is within it on one text, errors `(1, R, L, H)`: `(n,)`."""
         ...
 
 
@@ -39,7 +39,7 @@ class OfHeads:
         return torch.cat([within, torch.ones_like(within[:1])]).int().argmax(dim=0)
 
     def within(self, table: torch.Tensor, errors: torch.Tensor, budget: float) -> torch.Tensor:
-        """Of every head."""
+        """One answer for every head."""
         return (errors_of(table, errors)[0] <= budget)[served_layers(errors)].flatten()
 
 
@@ -57,7 +57,7 @@ class OfLayers:
     costs: torch.Tensor
 
     def choose(self, errors: torch.Tensor, budget: float, margin: float) -> torch.Tensor:
-        """Of the least time that single steps find.
+        """The table that takes the least time, as far as single steps find it.
 
         From the cheapest candidate of all, the head that gains most error per second moves to the candidate where it
         does, until the budget is kept. Then heads that the last large step has left room for move to cheaper ones.
@@ -102,12 +102,12 @@ class OfLayers:
             step((saved / changes.clamp(min=NOTHING)).masked_fill(~possible, -torch.inf))
 
     def within(self, table: torch.Tensor, errors: torch.Tensor, budget: float) -> torch.Tensor:
-        """Of the text."""
+        """One answer for the text."""
         return mean_of_layers(table, errors) <= budget
 
 
 def served_layers(errors: torch.Tensor) -> torch.Tensor:
-    """Of every layer whether a method is for it: `(L,)`, of `(T, R, L, H)`."""
+    """Whether a method serves each layer: `(L,)`, by errors `(T, R, L, H)`."""
     return errors.isfinite().all(dim=3).all(dim=1).all(dim=0)
 
 
@@ -118,7 +118,7 @@ def errors_of(table: torch.Tensor, errors: torch.Tensor) -> torch.Tensor:
 
 
 def mean_of_layers(table: torch.Tensor, shares: torch.Tensor) -> torch.Tensor:
-    """Of every text the mean over the layers served of the error of a layer's output: `(T,)`."""
+    """The error of a layer's output on every text, the mean over the layers served: `(T,)`."""
     return errors_of(table, shares)[:, served_layers(shares)].sum(dim=2).sqrt().mean(dim=1)
 
 
@@ -132,12 +132,9 @@ def held_out_coverage(errors: torch.Tensor, budget: float, margin: float, rule: 
 
 
 def least_margin(errors: torch.Tensor, budget: float, coverage: float, rule: Rule) -> float:
-    """The smallest margin with which that part keeps the budget on texts left out.
-
-    The last one tried where none does.
-    """
-    found = (margin for margin in MARGINS if held_out_coverage(errors, budget, margin, rule) >= coverage)
-    return next(found, MARGINS[-1])
+    """The smallest margin with which that part keeps the budget on texts left out; the largest if none does."""
+    margins = (margin for margin in MARGINS if held_out_coverage(errors, budget, margin, rule) >= coverage)
+    return next(margins, MARGINS[-1])
 
 
 def speed_of(table: torch.Tensor, costs: torch.Tensor) -> float:

@@ -96,12 +96,12 @@ def compare(
         `dict[str, dict]`: by name `ms`, `speedup` against the fastest exact call (None without one), `rounds` and
         `fastest_exact`, its name; of what a CUDA graph can hold `graph_ms`, and `graph_speedup` among graphs.
     """
-    found = _compare(calls, exact, device, repeats)
+    rows = _compare(calls, exact, device, repeats)
     if device.type == "cuda":
         graphs = {name: graph.replay for name, call in calls.items() if (graph := captured(call)) is not None}
         for name, row in _compare(graphs, exact, device, repeats).items():
-            found[name] |= {"graph_ms": row["ms"], "graph_speedup": row["speedup"]}
-    return found
+            rows[name] |= {"graph_ms": row["ms"], "graph_speedup": row["speedup"]}
+    return rows
 
 
 def _compare(

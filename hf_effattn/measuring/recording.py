@@ -24,7 +24,7 @@ from ..patching.methods import list_methods
 from ..patching.model_types.stacks import Stack, is_causal, is_window_of_image
 from ..patching.planning import stacks_to_patch
 from ..patching.position_rows import POSITION_ROWS, READ_BY, PositionRows, PositionTerms
-from ..patching.snapshot import Snapshot
+from ..patching.snapshot import as_it_was
 from ..patching.transformers_internals import supports_sdpa
 
 RECORDING = "effattn-recording"
@@ -39,7 +39,7 @@ class SeenAttention:
     Args:
         module (`nn.Module`): the attention module.
         layer (`int`): counted through all stacks of the model that can be patched, in their order.
-        call (`int`): which of the layer's in this forward pass, from 0; only images and frames have several.
+        call (`int`): the number of the layer's call in this forward pass; only images and frames need several.
         query (`torch.Tensor`): `(B, H, N, D)`.
         key (`torch.Tensor`): `(B, H, N, D)`.
         value (`torch.Tensor`): `(B, H, N, D)`.
@@ -65,8 +65,8 @@ class SeenAttention:
     exact: Callable[[], torch.Tensor]
 
     @property
-    def asked(self) -> dict[str, Any]:
-        """What `Method.run` is told of it."""
+    def options(self) -> dict[str, Any]:
+        """The fields of `Options` for `Method.run`."""
         names = "key_mask", "scale", "causal", "sinks", "positions"
         return {name: getattr(self, name) for name in names}
 
@@ -209,22 +209,6 @@ def _switch(stack: Stack, implementation: str) -> None:
         stack.exact.switch(implementation, on=implementation == RECORDING)
     else:
         stack.exact.switch(stack.exact.baseline, on=False)
-
-
-@contextmanager
-def as_it_was(model: nn.Module) -> Iterator[Callable[[], None]]:
-    """Whatever the block does to patches, attention implementations and train/eval modes, undo it at the end.
-
-    Gives a function that puts back all of it but the modes.
-    """
-    snapshot = Snapshot.of(model)
-    modes = [(module, module.training) for module in model.modules()]
-    try:
-        yield snapshot.restore
-    finally:
-        snapshot.restore()
-        for module, training in modes:
-            module.training = training
 
 
 AttentionInterface.register(RECORDING, recording_attention)

@@ -77,19 +77,19 @@ def from_pretrained(
             f"sentence-transformers, got {auto_class!r}"
         )
     method, settings = _take_settings(auto_class, method, kwargs)
-    asked = _Asked(method, layers, settings)
+    overrides = _Overrides(method, layers, settings)
     if in_library:
-        return _load_sentence_transformer(auto_class, name_or_path, asked, kwargs)
+        return _load_sentence_transformer(auto_class, name_or_path, overrides, kwargs)
     with _while_loading():
         loaded = auto_class.from_pretrained(name_or_path, **kwargs)
     model, info = loaded if isinstance(loaded, tuple) else (loaded, None)
-    if not _patch_loaded(model, name_or_path, asked, kwargs, info):
+    if not _patch_loaded(model, name_or_path, overrides, kwargs, info):
         raise _nothing_saved(auto_class, name_or_path)
     return loaded
 
 
 @dataclass(frozen=True)
-class _Asked:
+class _Overrides:
     """What the caller of `from_pretrained` wants to be different from what was saved."""
 
     method: str | None = None
@@ -105,7 +105,9 @@ def _while_loading() -> Iterator[None]:
         yield
 
 
-def _patch_loaded(model: Any, name_or_path: Any, asked: _Asked, options: Mapping[str, Any], info: Any = None) -> bool:
+def _patch_loaded(
+    model: Any, name_or_path: Any, overrides: _Overrides, options: Mapping[str, Any], info: Any = None
+) -> bool:
     """Patch a model that transformers has just loaded, as its config says and as asked; False where neither does.
 
     `options` are the keywords of `from_pretrained`, `info` what it reported of the weights.
@@ -114,16 +116,16 @@ def _patch_loaded(model: Any, name_or_path: Any, asked: _Asked, options: Mapping
     if kept is not None:
         for stack in find_stacks(model):
             setattr(stack.model.config, FIELD, kept)
-    stacks = _stacks_to_load(model, asked.method)
+    stacks = _stacks_to_load(model, overrides.method)
     kinds = {stack.causal for stack in stacks}
     saved, plans = [], []
     for stack in stacks:
-        found = _method_to_apply(stack, kinds, asked)
-        if found is None:
+        to_apply = _method_to_apply(stack, kinds, overrides)
+        if to_apply is None:
             continue
-        chosen, chosen_layers = found
+        chosen, chosen_layers = to_apply
         saved.append(saved_method(stack.model.config))
-        plans.append(plan_patch(stack, chosen, chosen_layers if asked.layers is None else asked.layers))
+        plans.append(plan_patch(stack, chosen, chosen_layers if overrides.layers is None else overrides.layers))
     for plan in plans:
         never_used = why_never_used(plan)
         if never_used is not None:
@@ -147,15 +149,15 @@ def _patch_loaded(model: Any, name_or_path: Any, asked: _Asked, options: Mapping
 
 
 # What `from_pretrained` was asked for while a class of sentence-transformers loads its parts.
-_asked: ContextVar[_Asked | None] = ContextVar("asked", default=None)
+_overrides: ContextVar[_Overrides | None] = ContextVar("overrides", default=None)
 
 
-def _load_sentence_transformer(kind: Any, name_or_path: Any, asked: _Asked, kwargs: dict[str, Any]) -> Any:
-    token = _asked.set(asked)
+def _load_sentence_transformer(kind: Any, name_or_path: Any, overrides: _Overrides, kwargs: dict[str, Any]) -> Any:
+    token = _overrides.set(overrides)
     try:
         model = kind(str(name_or_path), **kwargs)
     finally:
-        _asked.reset(token)
+        _overrides.reset(token)
     if not any(RECORD in vars(module) for module in model.modules()):
         raise _nothing_saved(kind, name_or_path)
     return model
@@ -174,11 +176,11 @@ def patch_part(model: PreTrainedModel, name_or_path: Any, options: Mapping[str, 
     Raises:
         ValueError: as `from_pretrained`.
     """
-    asked = _asked.get() or _Asked()
+    overrides = _overrides.get() or _Overrides()
     implementation = options.get("attn_implementation")
-    if asked.method is None and implementation is not None and implementation not in list_methods():
+    if overrides.method is None and implementation is not None and implementation not in list_methods():
         return
-    _patch_loaded(model, name_or_path, asked, options)
+    _patch_loaded(model, name_or_path, overrides, options)
 
 
 def keep_beside_adapters(model: Any, folder: Path) -> None:
@@ -283,8 +285,8 @@ def _take_settings(auto_class: Any, method: str | None, kwargs: dict[str, Any]) 
 
 def _stacks_to_load(model: Any, method: str | None) -> list[Stack]:
     """The stacks that were saved patched; where none was, all of them if a method is asked for, or else none."""
-    found = find_stacks(model)
-    configs = (model.config, *(stack.model.config for stack in found))
+    all_stacks = find_stacks(model)
+    configs = (model.config, *(stack.model.config for stack in all_stacks))
     if method is None and all(getattr(config, FIELD, None) is None for config in configs):
         return []
     stacks = stacks_to_patch(model, method or saved_method(model.config) or list_methods()[0])
@@ -300,14 +302,16 @@ def _nothing_saved(auto_class: Any, name_or_path: Any) -> ValueError:
     )
 
 
-def _method_to_apply(stack: Stack, kinds: set[bool], asked: _Asked) -> tuple[Method, Sequence[int] | None] | None:
+def _method_to_apply(
+    stack: Stack, kinds: set[bool], overrides: _Overrides
+) -> tuple[Method, Sequence[int] | None] | None:
     """The saved settings with the overrides; where another method is asked for, its own and the saved layers.
 
     None where the settings asked for are those of other `kinds` of stacks in the model.
     """
     stored = getattr(stack.model.config, FIELD, None)
     saved = stored if isinstance(stored, dict) else {}
-    if asked.method is None or (stored is not None and saved.get("method", asked.method) == asked.method):
-        return read_stored(stored, asked.method, causal=stack.causal, **asked.settings)
-    chosen = methods_for(asked.method, kinds, **asked.settings).get(stack.causal)
+    if overrides.method is None or (stored is not None and saved.get("method", overrides.method) == overrides.method):
+        return read_stored(stored, overrides.method, causal=stack.causal, **overrides.settings)
+    chosen = methods_for(overrides.method, kinds, **overrides.settings).get(stack.causal)
     return None if chosen is None else (chosen, saved.get("layers"))

@@ -1,4 +1,4 @@
-"""What the modules of a patched model measured of their heads' errors in the last forward pass."""
+"""The errors of heads that the modules of a patched model measured in the last forward pass."""
 
 import torch
 from torch import nn
@@ -48,15 +48,15 @@ def measured_error(model: nn.Module) -> dict[int, MeasuredError]:
             f"nothing in {type(model).__name__} measures its error: patch it with a tolerance, such as "
             'patch_attention(model, "bi-clustered", tolerance=0.1)'
         )
-    found: dict[int, MeasuredError] = {}
+    by_layer: dict[int, MeasuredError] = {}
     for module, layers in zip(stacks[0].modules, stacks[0].layers, strict=True):
         kept = measurements_of(module).calls
-        found |= {layer: one for layer, one in zip(layers[-len(kept) :], kept, strict=False) if one is not None}
-    return found
+        by_layer |= {layer: one for layer, one in zip(layers[-len(kept) :], kept, strict=False) if one is not None}
+    return by_layer
 
 
 def expect_measurement(module: nn.Module) -> None:
-    """Forget what an earlier pass measured of a module that is called now: this call may run exact attention."""
+    """Forget what a module measured in an earlier pass, before a call that may run exact attention."""
     patch, measured = getattr(module, RECORD, None), measurements_of(module)
     kept: tuple[MeasuredError | None, ...] = (None,)
     if patch is not None and patch.calls > 1 and not torch.compiler.is_compiling():

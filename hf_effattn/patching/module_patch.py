@@ -11,8 +11,13 @@ from .measurements import RECORD as RECORD
 from .measurements import Measurements
 from .transformers_internals import FORWARDS
 
-if TYPE_CHECKING:  # methods look at the patch of a module
-    from .methods.base import Method
+# What stands before a class of transformers: to mypy a module too, which `super()` is then.
+if TYPE_CHECKING:
+    from .methods.base import Method  # methods look at the patch of a module
+
+    ModuleMixin = nn.Module
+else:
+    ModuleMixin = object
 
 
 @dataclass(frozen=True)

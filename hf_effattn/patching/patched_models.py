@@ -1,7 +1,7 @@
-"""The models that were patched, as long as they live, for those that are loaded again by the method's name alone.
+"""The live patched models, to warn where a model of the same checkpoint runs the method with other settings.
 
-Trainers make a reference of a model that way, from its checkpoint and `config._attn_implementation`. The name says
-nothing of settings, which are in the patched model and not in the checkpoint.
+Trainers load a reference model from the checkpoint and `config._attn_implementation`, which is only the name of the
+method. The settings are in the patched model and not in the checkpoint.
 """
 
 import warnings
@@ -24,13 +24,13 @@ _OF_USE = FIELD, "_name_or_path", "transformers_version", "dtype", "use_cache"
 
 
 def remember(part: PreTrainedModel, model: nn.Module) -> None:
-    """Keep in mind a model whose config has the settings of its patch, a part of the model that was loaded, or it."""
+    """Remember a patched model, `part`, which is the model that was loaded or a part of it."""
     loaded = (one.config.name_or_path for one in model.modules() if isinstance(one, PreTrainedModel))
     _PATCHED[part] = next((name for name in loaded if name), "")
 
 
 def warn_of_other_settings(config: PreTrainedConfig, method: Method, layers: Sequence[int] | None) -> None:
-    """Say once of a model that runs a method by its name where one of the same checkpoint has other settings.
+    """Warn once for a model that runs a method by its name while one of the same checkpoint has other settings.
 
     Args:
         config (`PreTrainedConfig`): of the model that runs it.

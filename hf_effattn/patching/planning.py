@@ -78,7 +78,7 @@ def stacks_to_patch(model: nn.Module, method: str) -> list[Stack]:
     """The stacks of a model that a method can serve; raises where there is none, saying why."""
     check_model(model)
     inside = [model] if isinstance(model, PreTrainedModel) else models_inside(model)
-    return [stack for one in inside for stack in _stacks_of(one, method)]
+    return [stack for transformers_model in inside for stack in _stacks_of(transformers_model, method)]
 
 
 def _stacks_of(model: nn.Module, method: str) -> list[Stack]:
@@ -277,9 +277,8 @@ def why_never_used(plan: PatchPlan, cut: int | None = None) -> str | None:
     kind = plan.stack.model.device.type
     if kind == "meta":  # where it will run is not known yet
         return None
-    hides_future = plan.stack.causal
     does = "approximate nothing, and gain in layers with windows only" if exact.windows else "do nothing"
-    shortest = method.shortest_length(kind, causal=hides_future)
+    shortest = method.shortest_length(kind)
     if shortest is None:
         return f"The patch will {does}: {why_never(method.method, kind)}."
     extendable = longest_input(config)
@@ -287,7 +286,7 @@ def why_never_used(plan: PatchPlan, cut: int | None = None) -> str | None:
     is_cut = cut is not None and (longest is None or cut < longest)
     if is_cut:
         longest = cut
-    if longest is None or not method.is_exact(longest, longest, kind, causal=hides_future):
+    if longest is None or not method.is_exact(longest, kind):
         return None
     longer = "For longer inputs call extend_positions; to" if extendable else "To"
     if is_cut:

@@ -48,10 +48,10 @@ def models_inside(model: Any) -> list[Any]:
     """
     if not isinstance(model, nn.Module) or not is_sentence_transformer(model):
         return [model]
-    found: list[PreTrainedModel] = []
-    _collect(model, found, set())
-    if found:
-        return found
+    models: list[PreTrainedModel] = []
+    _collect(model, models, set())
+    if models:
+        return models
     backend = getattr(model, "backend", "torch")
     exported = f' with backend="{backend}", which runs an exported graph' if backend != "torch" else ""
     raise ValueError(
@@ -60,15 +60,15 @@ def models_inside(model: Any) -> list[Any]:
     )
 
 
-def _collect(module: nn.Module, found: list[PreTrainedModel], seen: set[nn.Module]) -> None:
+def _collect(module: nn.Module, models: list[PreTrainedModel], seen: set[nn.Module]) -> None:
     if module in seen:
         return
     seen.add(module)
     if isinstance(module, PreTrainedModel):
-        found.append(module)
+        models.append(module)
         return
     for child in module.children():
-        _collect(child, found, seen)
+        _collect(child, models, seen)
 
 
 def cut_at(model: nn.Module) -> int | None:

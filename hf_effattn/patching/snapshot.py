@@ -1,5 +1,7 @@
 """What patching changes in a model, remembered and put back."""
 
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from itertools import chain
 from typing import Any
 
@@ -62,6 +64,22 @@ class Snapshot:
                 change_class(module, kind)
             for place, earlier, now in zip(_places(module), before, _traces(module), strict=True):
                 _put_back(place, earlier, now)
+
+
+@contextmanager
+def as_it_was(model: nn.Module) -> Iterator[Callable[[], None]]:
+    """Whatever the block does to patches, attention implementations and train/eval modes, undo it at the end.
+
+    Gives a function that puts back all of it but the modes.
+    """
+    snapshot = Snapshot.of(model)
+    modes = [(module, module.training) for module in model.modules()]
+    try:
+        yield snapshot.restore
+    finally:
+        snapshot.restore()
+        for module, training in modes:
+            module.training = training
 
 
 def _places(module: nn.Module) -> list[dict[Any, Any]]:

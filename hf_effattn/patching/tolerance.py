@@ -23,9 +23,10 @@ ON_EXCESS = ("exact", "warn", "raise")
 SAMPLED = 64
 # Standard errors of the sample by which a head's squared error may be larger: scripts/benchmark/budget.py measures it.
 MARGIN = 1.0
-# A quarter of the sample, as evenly spread, is computed first, and a head within the tolerance by so many standard
-# errors is done. On the calibration texts of that benchmark a margin larger than this one finds no more. Where fewer
-# than four queries hold the error, which a standard error of half its square tells, more such may have been missed.
+# A quarter of the sample, spread as evenly, is computed first. A head that is within the tolerance by this many
+# standard errors needs no more: on the calibration texts of that benchmark a larger margin finds no more excesses. If
+# fewer than four queries hold the error, its square has a standard error of half its size, and others like them may be
+# missed.
 FIRST = slice(2, None, 4)
 FIRST_MARGIN = 3.0
 LARGEST_SCATTER = 0.5
@@ -33,8 +34,8 @@ GOLDEN_RATIO = (5**0.5 - 1) / 2
 
 
 @dataclass
-class Attended:
-    """Self-attention that a method has computed.
+class MethodOutput:
+    """What a method has computed, and what from.
 
     Args:
         query (`torch.Tensor`): `(B, H, N, D)`.
@@ -109,7 +110,7 @@ class Attended:
         return torch.where(undecided, of_all[0], error), torch.where(undecided, of_all[1], bound)
 
     def first_errors(self) -> tuple[torch.Tensor, torch.Tensor]:
-        """The same on a quarter of the queries, with a larger margin: infinite where few of them hold the error."""
+        """Errors and bounds by a quarter of the queries; the bound is infinite where few of them hold the error."""
         return self._bounded(self._squares(self._rows()[:, FIRST]), FIRST_MARGIN, LARGEST_SCATTER)
 
     def _rows(self) -> torch.Tensor:
@@ -181,8 +182,8 @@ class Attended:
                 output = F.scaled_dot_product_attention(*inputs, attn_mask=seen, scale=scale)
                 exact[text, run, rows] = output[..., :width].to(exact.dtype)
 
-        # Each thread has its share of the heads or, where they are few, of the queries: all end together, and no
-        # operator wakes threads that would spin on.
+        # Each thread has its share of the heads or, where they are few, of the queries. All end together, and no
+        # operator starts threads of its own.
         parts = partial(heads_of_threads, device=query.device)
         chunks = [(pairs[part], slice(None)) for part in parts(len(pairs))]
         if len(pairs) < 2 * len(chunks):
@@ -250,7 +251,7 @@ def sampled_rows(length: int, key_mask: torch.Tensor | None, device: torch.devic
     """
     count = min(SAMPLED, length)
     part = torch.arange(count, device=device, dtype=torch.float64)
-    # Within its stretch a place by the golden ratio: no period of a text fits it.
+    # The place within a stretch follows the golden ratio, which no period of a text fits.
     places = (part + part * GOLDEN_RATIO % 1) / count
     if key_mask is None:
         return (places * length).long()[None]

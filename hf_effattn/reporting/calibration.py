@@ -3,7 +3,7 @@
 import json
 import warnings
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -31,13 +31,14 @@ from ..measuring.environment import environment
 from ..measuring.errors import run_model
 from ..measuring.inputs import check_inputs
 from ..measuring.progress import Progress, progress_bar
-from ..measuring.recording import Measured, as_it_was, recording
+from ..measuring.recording import Measured, recording
 from ..patching.methods import Method, make_method
 from ..patching.methods.crossover import why_never
 from ..patching.methods.per_head import CausalPerHead, PerHead, described
 from ..patching.model_types.stacks import Stack, model_type_of
 from ..patching.planning import not_a_model
 from ..patching.sentence_transformers import model_and_inputs
+from ..patching.snapshot import as_it_was
 from ..patching.stored import SETTINGS_FILE, base_model_of, read_settings, write_stored
 from .numbers import count, percent
 from .pictures import draw_head_settings
@@ -46,7 +47,7 @@ if TYPE_CHECKING:
     from matplotlib.figure import Figure
 
 COVERAGE = 0.99
-# What the coverage is a part of.
+# What the coverage counts, by what `max_error` bounds.
 COUNTED: dict[str, str] = {"head": "heads", "layer": "texts"}
 
 
@@ -55,11 +56,11 @@ class Calibration:
     """What `calibrate` found: `patch_attention(model, settings=calibration)`, `print(calibration)`.
 
     Args:
-        settings (`PerHead`): the candidates, the table of heads, and in `calibration` how they were found:
+        settings (`PerHead`): the candidates, the table of heads, and in `calibration` how they were found. The keys:
             `max_error`, `error_of` (what it bounds), `lengths`, `texts`, `margin`, `held_out` (the part of the heads,
-            or of the texts, within it on texts left out), `errors` (the largest on these texts, by layer and head), of
-            layers `layers_error` (their mean, the largest on these texts), `speed` against exact attention and whether
-            it is that of `training`.
+            or of the texts, that is within the error on texts left out), `errors` (the largest on these texts, by
+            layer and head), with `error_of="layer"` `layers_error` (the largest mean of the layers on these texts),
+            `speed` (against exact attention) and `training` (whether the speed is that of both passes).
         base_model (`str`, *optional*): the id on the Hub of the model.
     """
 
@@ -71,7 +72,7 @@ class Calibration:
         return write_stored(self.settings, None, self.base_model)
 
     def save(self, path: str | Path) -> Path:
-        """Write a small JSON file, which serves every fine-tune of the model; what was there stays till it is whole.
+        """Write a small JSON file, which serves every fine-tune of the model; an older file stays until it is whole.
 
         Args:
             path (`str` or `Path`): the file; or a folder, for its `effattn.json`.
@@ -92,10 +93,10 @@ class Calibration:
             OSError: nothing to be read there.
         """
         method, _, fields = read_settings(settings)
-        found = make_method(method, **fields)
-        if not isinstance(found, PerHead) or found.calibration is None:
-            raise ValueError(f'{settings} holds settings of "{found.method}", which calibrate did not find')
-        return cls(found)
+        per_head = make_method(method, **fields)
+        if not isinstance(per_head, PerHead) or per_head.calibration is None:
+            raise ValueError(f'{settings} holds settings of "{per_head.method}", which calibrate did not find')
+        return cls(per_head)
 
     @property
     def max_error(self) -> float:
@@ -189,8 +190,8 @@ def calibrate(
         >>> from transformers import AutoModel, AutoTokenizer
         >>> tokenizer, model = AutoTokenizer.from_pretrained("BAAI/bge-m3"), AutoModel.from_pretrained("BAAI/bge-m3")
         >>> texts = [tokenizer(open(name).read(), return_tensors="pt") for name in ("long.txt", "other.txt")]
-        >>> found = hf_effattn.calibrate(model, texts)
-        >>> file = found.save("effattn.json")
+        >>> calibration = hf_effattn.calibrate(model, texts)
+        >>> file = calibration.save("effattn.json")
         >>> model = hf_effattn.patch_attention(model, settings="effattn.json")
     """
     model, inputs = model_and_inputs(model, inputs)
@@ -199,11 +200,13 @@ def calibrate(
     budget = _checked_budget(max_error, speed, coverage)
     if error_of not in ERROR_OF:
         raise ValueError(f'error_of must be "head" or "layer", got {error_of!r}')
-    own = {} if min_length is None else {"min_length": min_length}
+    shared = {} if min_length is None else {"min_length": min_length}
     measured = _part_to_calibrate(model, part)
     (stack,) = measured.stacks
     causal, device_type = stack.causal, model.device.type
-    given = [dict(one) | own for one in candidates or default_candidates(causal=causal, error_of=error_of)]
+    given = [
+        dict(candidate) | shared for candidate in candidates or default_candidates(causal=causal, error_of=error_of)
+    ]
     settings = list((CausalPerHead if causal else PerHead)(candidates=given).candidates)
     for candidate in settings:
         candidate.check_stack(stack)
@@ -211,32 +214,32 @@ def calibrate(
     if _reads_text(stack):  # of images each counts, which shows when they are seen
         _check_enough(sum(_texts_of(batch) for batch in batches))
     lengths = _lengths_of(batches, stack)
-    if lengths and all(one.is_exact(N, N, device_type, causal=causal) for one in settings for N in lengths):
+    if lengths and all(candidate.is_exact(N, device_type) for candidate in settings for N in lengths):
         raise _nothing_to_measure(settings, lengths, device_type, causal)
-    found = CandidateErrors(settings, training=training)
+    collected = CandidateErrors(settings, training=training)
     with progress_bar(progress, len(batches) * len(measured.layers), "calibrate") as advance:
 
         def watch(seen: Any) -> torch.Tensor:
-            exact = found.watch(seen)
+            exact = collected.watch(seen)
             if not seen.call:
                 advance(f"layer {seen.layer}, {seen.query.shape[2]:,} tokens")
             return exact
 
-        # What is made in inference mode has no way back.
+        # Tensors that are made in inference mode can have no gradients, which `training` times.
         with as_it_was(model), torch.inference_mode(False), torch.no_grad():
             model.eval()
             for batch in batches:
                 with recording(measured, watch):
                     run_model(model, batch)
-                found.first_text = len(found.errors)
-    if not found.errors:
+                collected.first_text = len(collected.errors)
+    if not collected.errors:
         raise ValueError(f"the inputs do not reach {type(stack.model).__name__}: give what it reads")
-    _check_enough(len(found.errors))
-    return _chosen(found, model, stack, error_of, budget, speed, coverage, min_length)
+    _check_enough(len(collected.errors))
+    return _chosen(collected, model, stack, error_of, budget, speed, coverage, min_length)
 
 
 def _chosen(
-    found: CandidateErrors,
+    collected: CandidateErrors,
     model: PreTrainedModel,
     stack: Stack,
     error_of: str,
@@ -245,27 +248,27 @@ def _chosen(
     coverage: float,
     min_length: int | None,
 ) -> Calibration:
-    costs = found.costs(training=found.training)
+    costs = collected.costs(training=collected.training)
     ran = costs[:-1].isfinite()
     if not ran.any():
-        raise _nothing_to_measure(found.candidates, found.seconds, model.device.type, stack.causal)
+        raise _nothing_to_measure(collected.candidates, collected.seconds, model.device.type, stack.causal)
     model_of = described(stack)
-    candidates = [candidate for candidate, one in zip(found.candidates, ran.tolist(), strict=True) if one]
+    candidates = [candidate for candidate, has_run in zip(collected.candidates, ran.tolist(), strict=True) if has_run]
     costs = torch.cat([costs[:-1][ran], costs[-1:]])
-    errors, shares = (one[:, ran] for one in found.stacked(model_of["layers"]))
+    errors, shares = (numbers[:, ran] for numbers in collected.stacked(model_of["layers"]))
     rule: Rule = OfHeads() if error_of == "head" else OfLayers(costs)
     counted = errors if error_of == "head" else shares
     served = served_layers(counted)
     if not served.any():
-        raise _not_finite(found)
-    if spoilt := [layer for layer in sorted(found.layers) if not served[layer]]:
+        raise _not_finite(collected)
+    if spoilt := [layer for layer in sorted(collected.layers) if not served[layer]]:
         warnings.warn(f"attention is not finite in layers {spoilt}: they stay exact", stacklevel=3)
     if budget is None:
         budget = budget_for(counted, costs, speed or 0.0, coverage, rule)
         if budget is None:
             cheapest = torch.zeros(errors.shape[2:], dtype=torch.long)
             raise ValueError(
-                f"no budget makes attention {speed:g} times faster than exact attention at {max(found.seconds):,} "
+                f"no budget makes attention {speed:g} times faster than exact attention at {max(collected.seconds):,} "
                 f"tokens: the cheapest candidate is {speed_of(cheapest, costs):.2g} times as fast"
             )
     margin = least_margin(counted, budget, coverage, rule)
@@ -283,9 +286,9 @@ def _chosen(
         "max_error": budget,
         "error_of": error_of,
         "speed": round(speed_of(table, costs), 3),
-        "training": found.training,
-        "lengths": sorted(found.seconds),
-        "texts": len(found.errors),
+        "training": collected.training,
+        "lengths": sorted(collected.seconds),
+        "texts": len(collected.errors),
         "coverage": coverage,
         "margin": margin,
         "held_out": round(kept, 4),
@@ -340,11 +343,10 @@ def _check_enough(texts: int) -> None:
 def _nothing_to_measure(candidates: Sequence[Method], lengths: Iterable[int], device: str, causal: bool) -> ValueError:
     lengths = list(lengths)
     said = f"every candidate runs exact attention on these inputs of at most {max(lengths):,} tokens"
-    forced = [replace(candidate, min_length=0) for candidate in candidates]
-    if all(candidate.is_exact(N, N, device, causal=causal) for candidate in forced for N in lengths):
+    if all(candidate.counts_reach(N) for candidate in candidates for N in lengths):
         what = "one segment and its window, or exact_keys," if causal else "one of its counts"
         return ValueError(f"{said}, since {what} reaches so far, which min_length=0 does not change: give longer ones")
-    if all(candidate.shortest_length(device, causal=causal) is None for candidate in candidates):
+    if all(candidate.shortest_length(device) is None for candidate in candidates):
         return ValueError(f"{said}: {why_never(PerHead.method, device)} (on the command line --min-length 0)")
     return ValueError(
         f"{said}, as that is faster: give longer ones, or min_length=0 (on the command line --min-length 0) to force "
@@ -352,13 +354,15 @@ def _nothing_to_measure(candidates: Sequence[Method], lengths: Iterable[int], de
     )
 
 
-def _not_finite(found: CandidateErrors) -> ValueError:
+def _not_finite(collected: CandidateErrors) -> ValueError:
     texts = [
-        text for text, of_text in found.errors.items() if not all(one.isfinite().all() for one in of_text.values())
+        text
+        for text, by_layer in collected.errors.items()
+        if not all(errors.isfinite().all() for errors in by_layer.values())
     ]
     return ValueError(
-        f"no error can be told of any layer, as attention is not finite on texts {texts} of {len(found.errors)}, from "
-        "0: leave them out, or look for a bad weight or an overflow of half precision (dtype=torch.float32)"
+        f"no error can be told of any layer, as attention is not finite on texts {texts} of {len(collected.errors)}, "
+        "from 0: leave them out, or look for a bad weight or an overflow of half precision (dtype=torch.float32)"
     )
 
 

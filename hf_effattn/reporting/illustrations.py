@@ -56,42 +56,30 @@ def illustrate(report: Findings) -> list[Section]:
     Raises:
         ImportError: matplotlib is missing.
     """
-    cost = Section("Time and memory", "Neither times nor memory of the whole model were measured.")
     metrics = [report.metrics(m) for m in report.measurements]
-    missing = ""
+    methods = ", ".join(report.methods)
+    cost = Section("Time and memory", "Neither times nor memory of the whole model were measured.")
     for part, name, words in (("time", "forward_seconds", "Time"), ("memory", "forward_peak_bytes", "Peak memory")):
         if any(one[name] for one in metrics):
-            alt = f"{words} of a forward pass against the length, exact attention and {_listed(report)}."
+            alt = f"{words} of a forward pass against the length, exact attention and {methods}."
             cost.pictures.append(_picture(draw_cost(report, parts=[part]), alt))
-        else:
-            missing = f" {words} was not measured."
-    if cost.pictures:
-        cost.text = "Both axes are logarithmic; the dashed line is exact attention."
-        if len({one.length for one in report.inputs}) == 1:
-            cost.text = "One length was measured, so there is a point for each method."
-        cost.text += f" The numbers are in the table.{missing}"
-    missing = "The errors of the attention output were not measured in all layers."
+            cost.text = "Both axes are logarithmic; the dashed line is exact attention. The numbers are in the table."
+    errors = Section("Error by layer and head", "The errors of the attention output were not measured in all layers.")
     if not report.layers:
-        missing = "All layers run exactly."
-    errors = Section("Error by layer and head", missing)
-    for length in _drawn_lengths(report):
+        errors.text = "All layers run exactly."
+    for length in drawn_lengths(report, MOST_LENGTHS_APART):
         where = "mean over all inputs" if length is None else f"{length:,} tokens"
-        alt = f"Heat maps, {where}: error of the attention output, layers down, heads across, {_listed(report)}."
+        alt = f"Heat maps, {where}: error of the attention output, layers down, heads across, {methods}."
         errors.pictures.append(_picture(draw_errors(report, length=length, columns=1), alt))
-    if errors.pictures:
         errors.text = "The darker, the further a head's output is from exact attention; one colour scale per picture."
     return [cost, errors]
 
 
-def _drawn_lengths(report: Findings) -> Sequence[int | None]:
-    """The lengths at which some method was measured in all layers; one None for all together where they are many."""
+def drawn_lengths(report: Findings, most: int) -> Sequence[int | None]:
+    """The lengths at which some method was measured in all layers; one None for all together where they are more."""
     done = [m for m in report.measurements if m.attention_error and len(m.attention_error) == len(report.layers)]
     lengths = sorted({report.inputs[m.input].length for m in done})
-    return [None] if len(lengths) > MOST_LENGTHS_APART else lengths
-
-
-def _listed(report: Findings) -> str:
-    return ", ".join(report.methods)
+    return [None] if len(lengths) > most else lengths
 
 
 def illustrate_text(
@@ -106,8 +94,7 @@ def illustrate_text(
     """The pictures that need the model and a text; see `Report.to_html` for arguments and errors."""
     title = "Where the model looks"
     if model is None and inputs is None:
-        why = "Not on this page: it was made without the model and a text."
-        return Section(title, why)
+        return Section(title, "Not on this page: it was made without the model and a text.")
     if model is None or inputs is None:
         given, missing = ("inputs", "model") if model is None else ("model", "inputs")
         raise ValueError(f"pictures of a text need the model and its inputs; got {given} without {missing}")
@@ -122,8 +109,7 @@ def illustrate_text(
     try:
         text = text_to_draw(model, inputs, tokenizer)
     except NothingToDraw as reason:
-        why = f"Not on this page: {reason}."
-        return Section(title, why)
+        return Section(title, f"Not on this page: {reason}.")
     section = Section(title, "Not on this page: the weights of none of these methods can be shown.")
     methods = one_of_each(report.methods)
     if methods:

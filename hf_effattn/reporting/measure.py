@@ -23,7 +23,6 @@ from ..measuring.recording import (
     EAGER,
     Measured,
     SeenAttention,
-    as_it_was,
     make_exact,
     recording,
 )
@@ -33,6 +32,7 @@ from ..patching.model_types.stacks import Stack, reads_sound
 from ..patching.patch import apply_plans
 from ..patching.planning import PatchPlan, not_a_model, plan_patch
 from ..patching.sentence_transformers import model_and_inputs
+from ..patching.snapshot import as_it_was
 from .findings import MeasuredInput, Measurement
 from .report import Report
 
@@ -111,35 +111,35 @@ def report(
             )
     candidates = make_candidates(methods, kinds={stack.causal for stack in stacks})
     plans = {
-        one.label: [
-            plan_patch(stack, replace(one.by_kind[stack.causal], min_length=0), one.layers)
+        candidate.label: [
+            plan_patch(stack, replace(candidate.by_kind[stack.causal], min_length=0), candidate.layers)
             for stack in stacks
-            if stack.causal in one.by_kind
+            if stack.causal in candidate.by_kind
         ]
-        for one in candidates
+        for candidate in candidates
     }
     batches = check_inputs(model, inputs)
     if not measured.layers:
         _check_tokens(batches)
     _check_options(max_error, repeats)
-    found = Report(
+    findings = Report(
         environment=_environment(model, stacks, repeats, memory),
         layers=measured.layers,
         methods={candidate.label: candidate.to_dict() for candidate in candidates},
         max_error=max_error,
     )
-    steps = len(batches) * (len(found.layers) + (1 + len(candidates)) * (1 + repeats))
+    steps = len(batches) * (len(findings.layers) + (1 + len(candidates)) * (1 + repeats))
     with progress_bar(progress, steps, "report") as advance:
         try:
             with as_it_was(model) as put_back, torch.no_grad():
                 model.eval()
                 by_label = {candidate.label: candidate for candidate in candidates}
                 for batch in batches:
-                    _MeasureInput(measured, by_label, plans, batch, found, repeats, memory, advance, put_back).run()
+                    _MeasureInput(measured, by_label, plans, batch, findings, repeats, memory, advance, put_back).run()
         except KeyboardInterrupt:
-            found.complete = False
+            findings.complete = False
             warnings.warn("report was interrupted: it holds the measurements made before that", stacklevel=2)
-    return found
+    return findings
 
 
 def default_methods(measured: Measured) -> list[dict[str, Any]]:
@@ -147,7 +147,7 @@ def default_methods(measured: Measured) -> list[dict[str, Any]]:
     exactly = [{"method": Exact.method}] if any(stack.exact.gains() for stack in measured.stacks) else []
     kinds = {stack.causal for stack in measured.stacks}
     approximate = make_candidates(None, kinds=kinds) if measured.layers else []
-    return [*(one.to_dict() for one in approximate), *exactly]
+    return [*(candidate.to_dict() for candidate in approximate), *exactly]
 
 
 @dataclass
@@ -171,7 +171,7 @@ class _MeasureInput:
         self.model, self.stacks = self.subject.model, self.subject.stacks
         paths = {module: path for path, module in self.model.named_modules()}
         self.encoder_of = {module: paths[one.model] for one in self.stacks for module in one.modules}
-        # What runs in each module: nothing where it stays exact.
+        # The method of each module, without the modules that stay exact.
         self.patched = {
             label: {
                 module: method
@@ -185,7 +185,7 @@ class _MeasureInput:
         }
 
     def run(self) -> None:
-        # Another method's patch took away what a converted model was trained with.
+        # The patch of another method takes away what a conversion was trained with.
         self.put_back()
         if self.found.layers:
             with recording(self.subject, self._watch_attention):
@@ -219,10 +219,11 @@ class _MeasureInput:
                 if label == UNPATCHED:
                     exact = output
                 elif done == 0:
-                    errors = head_errors(exact, output, seen.key_mask)
-                    self.measured[label].attention_error[seen.layer] = errors
-                    if not seen.causal and seen.module in self.patched[label]:
-                        self._note_exact_heads(label, seen)
+                    measurement, method = self.measured[label], self.patched[label].get(seen.module)
+                    measurement.attention_error[seen.layer] = head_errors(exact, output, seen.key_mask)
+                    if method is not None and not seen.causal:
+                        heads = method.exact_heads(seen.query, seen.key, seen.key_mask, seen.scale)
+                        measurement.exact_heads |= {seen.layer: heads} if heads else {}
             if self.repeats:
                 for label, taken in seconds.items():
                     self.measured[label].attention_seconds.append(taken)
@@ -230,14 +231,14 @@ class _MeasureInput:
         return exact
 
     def _note_tokens(self) -> None:
-        """Where no layer is recorded, as all run exactly, the tokens are those of the input."""
+        """Count the tokens of the input: all layers run exactly, so none is recorded."""
         mask = self.batch.get("attention_mask")
         self._start(None if mask is None else mask.bool())
         tokens = self.batch["input_ids"] if "input_ids" in self.batch else self.batch["inputs_embeds"]
         self._note_size(tokens.shape[0], tokens.shape[1], self.key_mask)
 
     def _note_frames(self, stack: Stack) -> None:
-        """Of sound a layer tells how many frames it has, and which are padding."""
+        """Count the frames of a recording, which the first layer sees, and those that are padding."""
 
         def note(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
             hidden, mask = (*args, kwargs.get("hidden_states"))[0], kwargs.get("attention_mask")
@@ -265,7 +266,7 @@ class _MeasureInput:
         measured.valid_tokens = batch_size * length if key_mask is None else int(key_mask.sum())
 
     def _note_length(self, seen: SeenAttention) -> None:
-        """How many tokens this layer sees, and what that makes exact; each encoder of a model has its own inputs."""
+        """Note how many tokens a layer sees, which may differ among encoders, and which methods that makes exact."""
         B, _, N, _ = seen.query.shape
         measured = self.found.inputs[-1]
         if measured.length < N:
@@ -273,24 +274,16 @@ class _MeasureInput:
         if len(self.stacks) > 1:
             measured.encoder_lengths[self.encoder_of[seen.module]] = N
         for label, candidate in self.candidates.items():
-            if seen.module not in self.patched[label]:
-                continue
-            reasons = self.reasons[label]
-            reasons.add(candidate.why_exact(N, seen.query.device.type, causal=seen.causal))
-            if reasons == {"settings"}:
-                self.measured[label].why_exact = "settings"
-            else:
-                self.measured[label].why_exact = "min_length" if "min_length" in reasons else None
-
-    def _note_exact_heads(self, label: str, seen: SeenAttention) -> None:
-        heads = self.patched[label][seen.module].exact_heads(seen.query, seen.key, seen.key_mask, seen.scale)
-        if heads:
-            self.measured[label].exact_heads[seen.layer] = heads
+            if seen.module in self.patched[label]:
+                reasons = self.reasons[label]
+                reasons.add(candidate.by_kind[seen.causal].why_exact(N, seen.query.device.type))
+                forced = "min_length" if "min_length" in reasons else None
+                self.measured[label].why_exact = "settings" if reasons == {"settings"} else forced
 
     @staticmethod
     def _attention_call(method: Method, seen: SeenAttention) -> Callable[[], torch.Tensor]:
         def call() -> torch.Tensor:
-            output = method.run(seen.query, seen.key, seen.value, module=seen.module, **seen.asked)
+            output = method.run(seen.query, seen.key, seen.value, module=seen.module, **seen.options)
             # The layout that the model needs, which a patched model pays for too.
             return output.transpose(1, 2).contiguous()
 
@@ -371,12 +364,9 @@ def _check_options(max_error: float | None, repeats: int) -> None:
         raise ValueError("max_error asks for the fastest method, so it needs times: repeats must be at least 1")
 
 
-def _has_own_code(stack: Stack) -> bool:
-    """Whether the exact model runs neither SDPA nor what stands for it here."""
-    return not stack.exact.is_recorded and stack.exact.baseline == EAGER
-
-
 def _environment(model: PreTrainedModel, stacks: list[Stack], repeats: int, memory: bool) -> dict[str, Any]:
+    # A stack that is recorded is compared with SDPA, or with its equal for attention sinks.
+    eager = all(not stack.exact.is_recorded and stack.exact.baseline == EAGER for stack in stacks)
     return {
         "model": type(model).__name__,
         "model_type": getattr(model.config, "model_type", None),
@@ -384,7 +374,7 @@ def _environment(model: PreTrainedModel, stacks: list[Stack], repeats: int, memo
         "dtype": str(model.dtype).removeprefix("torch."),
         "causal": any(stack.causal for stack in stacks),
         "repeats": repeats,
-        "baseline": EAGER if all(map(_has_own_code, stacks)) else BASELINE,
+        "baseline": EAGER if eager else BASELINE,
         "memory_measure": MEMORY_MEASURES.get(model.device.type) if memory else None,
         **environment(model.device),
     }

@@ -14,8 +14,9 @@ from transformers import PreTrainedModel
 from ..measuring.candidates import UNPATCHED, Candidate, make_candidates
 from ..measuring.errors import run_model
 from ..measuring.inputs import check_inputs
-from ..measuring.recording import Measured, SeenAttention, as_it_was, recording
+from ..measuring.recording import Measured, SeenAttention, recording
 from ..patching.exact.reference import exact_weights, visible_keys
+from ..patching.snapshot import as_it_was
 
 DEFAULT_METHODS: tuple[dict[str, Any], ...] = (
     {"method": "bi-clustered", "clusters": 25, "topk": 32, "key_clusters": 50},
@@ -118,8 +119,8 @@ def find_pattern(
             raise ValueError(f"the forward pass of {type(model).__name__} did not reach layer {layer}")
         _, seen, found_head, exact = best
         weights = {UNPATCHED: exact.float().cpu()}
-        for one in candidates:
-            weights[one.label] = _implied_rows(one, seen, found_head, chosen_rows).float().cpu()
+        for method in candidates:
+            weights[method.label] = _implied_rows(method, seen, found_head, chosen_rows).float().cpu()
     N = seen.query.shape[2]
     return AttentionPattern(
         layer=seen.layer,
@@ -131,9 +132,7 @@ def find_pattern(
         is_pair=any(first) and rows is None,
         weights=weights,
         exact_labels=tuple(
-            one.label
-            for one in candidates
-            if one.why_exact(N, seen.query.device.type, causal=seen.causal) == "settings"
+            method.label for method in candidates if method.by_kind.get(seen.causal, method.settings).counts_reach(N)
         ),
     )
 
@@ -144,9 +143,9 @@ def one_of_each(methods: Mapping[str, Mapping[str, Any]]) -> list[Mapping[str, A
     Fewest, because there the difference is easiest to see. A sum of two attentions is no matrix of weights, so a
     conversion with `composition="local-global"` is not among them.
     """
-    settings = [one for one in methods.values() if one.get("composition") != "local-global"]
-    settings.sort(key=lambda one: (one["method"] == "clustered", one.get("clusters", 0)))
-    return list({one["method"]: one for one in reversed(settings)}.values())[::-1]
+    settings = [setting for setting in methods.values() if setting.get("composition") != "local-global"]
+    settings.sort(key=lambda setting: (setting["method"] == "clustered", setting.get("clusters", 0)))
+    return list({setting["method"]: setting for setting in reversed(settings)}.values())[::-1]
 
 
 def head_scores(weights: torch.Tensor, rows: Sequence[int], content: torch.Tensor) -> torch.Tensor:
@@ -184,8 +183,8 @@ def head_scores(weights: torch.Tensor, rows: Sequence[int], content: torch.Tenso
 
 def _exact_rows(seen: SeenAttention, rows: list[int]) -> torch.Tensor:
     mask = visible_keys(seen.key_mask, seen.query.shape[2], causal=seen.causal)
-    asked: dict[str, Any] = {"causal": seen.causal, "rows": rows, "sinks": seen.sinks}
-    return exact_weights(seen.query.float(), seen.key.float(), mask, seen.scale, **asked)[0]
+    options: dict[str, Any] = {"causal": seen.causal, "rows": rows, "sinks": seen.sinks}
+    return exact_weights(seen.query.float(), seen.key.float(), mask, seen.scale, **options)[0]
 
 
 def _implied_rows(candidate: Candidate, seen: SeenAttention, head: int, rows: list[int]) -> torch.Tensor:
@@ -197,7 +196,7 @@ def _implied_rows(candidate: Candidate, seen: SeenAttention, head: int, rows: li
         return _exact_rows(seen, rows)[head]
     pieces = [
         method.weights(
-            seen.query, seen.key, columns=slice(start, start + COLUMNS_AT_ONCE), module=seen.module, **seen.asked
+            seen.query, seen.key, columns=slice(start, start + COLUMNS_AT_ONCE), module=seen.module, **seen.options
         )[0, head, rows]
         for start in range(0, seen.key.shape[2], COLUMNS_AT_ONCE)
     ]

@@ -84,17 +84,17 @@ def draw_errors(
 
 def _error_grid(report: Findings, label: str, length: int | None) -> torch.Tensor | None:
     """Mean error over the inputs, `(layers, heads)`; NaN where a layer has fewer heads than another."""
-    found = [
+    measurements = [
         m
         for m in report.of(label)
         if (length is None or report.inputs[m.input].length == length) and len(m.attention_error) == len(report.layers)
     ]
-    if not found or not report.layers:
+    if not measurements or not report.layers:
         return None
-    heads = max(len(errors) for errors in found[0].attention_error.values())
+    heads = max(len(errors) for errors in measurements[0].attention_error.values())
     grid = torch.full((len(report.layers), heads), float("nan"), dtype=torch.float64)
     for line, layer in enumerate(report.layers):
-        errors = torch.tensor([m.attention_error[layer] for m in found], dtype=torch.float64).mean(dim=0)
+        errors = torch.tensor([m.attention_error[layer] for m in measurements], dtype=torch.float64).mean(dim=0)
         grid[line, : len(errors)] = errors
     return grid
 
@@ -108,7 +108,7 @@ def _number_cells(panel: Any, grid: torch.Tensor, highest: float) -> None:
 
 
 def _errors_title(report: Findings, length: int | None) -> str:
-    lengths = sorted({one.length for one in report.inputs if length in (None, one.length)})
+    lengths = sorted({batch.length for batch in report.inputs if length in (None, batch.length)})
     span = f"{lengths[0]:,}" if len(lengths) == 1 else f"{lengths[0]:,} to {lengths[-1]:,}"
     return (
         f"Error of each head's attention output in per cent, {plain(report.environment.get('model'))}, {span} tokens\n"
@@ -129,8 +129,8 @@ def draw_cost(report: Findings, *, parts: Sequence[str] = ("time", "memory")) ->
     kinds = {kind: entry for kind, entry in kinds.items() if entry[2] and kind in parts}
     if not kinds:
         raise ValueError(f"the report holds no {' and no '.join(parts)} of the whole model")
-    lengths = sorted({one.length for one in report.inputs})
-    batches = {one.batch_size for one in report.inputs}
+    lengths = sorted({batch.length for batch in report.inputs})
+    batches = {batch.batch_size for batch in report.inputs}
     sizes = f" (batches of {', '.join(map(str, sorted(batches)))} texts)" if len(batches) > 1 else ""
     labels = [UNPATCHED, *report.methods]
     legend_columns = len(kinds)
@@ -152,13 +152,13 @@ def _points(report: Findings, name: str) -> dict[str, dict[int, float]]:
     """For each method its mean over the inputs of a length, by length; methods without any are left out."""
     lines: dict[str, dict[int, float]] = {}
     for label in (UNPATCHED, *report.methods):
-        found: dict[int, list[float]] = {}
+        by_length: dict[int, list[float]] = {}
         for m in report.of(label):
             value = report.metrics(m)[name]
             if value:
-                found.setdefault(report.inputs[m.input].length, []).append(value)
-        if found:
-            lines[label] = {length: sum(values) / len(values) for length, values in sorted(found.items())}
+                by_length.setdefault(report.inputs[m.input].length, []).append(value)
+        if by_length:
+            lines[label] = {length: sum(values) / len(values) for length, values in sorted(by_length.items())}
     return lines
 
 
@@ -318,9 +318,9 @@ def draw_head_settings(settings: Any) -> "Figure":
                 panel.text(column, line, text, ha="center", va="center", fontsize=6.5, color=dark)
     bar = figure.colorbar(image, ax=panel, ticks=range(len(names)), pad=0.015)
     bar.ax.set_yticklabels(names, fontsize=8)
-    asked = (settings.calibration or {}).get("max_error")
+    max_error = (settings.calibration or {}).get("max_error")
     shares = "" if errors is None else "; numbers: largest error on the calibration texts, per cent"
-    budget = "" if asked is None else f" for an error of at most {percent(asked)}"
+    budget = "" if max_error is None else f" for an error of at most {percent(max_error)}"
     figure.suptitle(f"Settings of every head{budget}\n(dark: dear{shares})", fontsize=10)
     return figure
 

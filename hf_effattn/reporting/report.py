@@ -9,7 +9,7 @@ from ..measuring.candidates import make_candidates
 from . import words
 from .findings import Findings
 from .html import render_fragment, render_page
-from .illustrations import illustrate, illustrate_text
+from .illustrations import drawn_lengths, illustrate, illustrate_text
 from .pattern import one_of_each
 from .pictures import draw_cost, draw_errors, draw_head_settings, plot_attention
 
@@ -40,17 +40,9 @@ class Report(Findings):
         folder.mkdir(parents=True, exist_ok=True)
         files = [folder / FILE_NAME]
         files[0].write_text(json.dumps(self.to_dict(), indent=1) + "\n", encoding="utf-8")
-        if pictures and any(m.attention_error for m in self.measurements):
-            lengths: Sequence[int | None] = sorted({self.inputs[m.input].length for m in self.measurements})
-            if len(lengths) > MOST_HEAT_MAPS:
-                lengths = [None]
-            for length in lengths:
-                try:
-                    figure = self.plot(length=length)
-                except ValueError:
-                    continue  # interrupted before all layers of that length
-                files.append(folder / f"attention_error{'' if length is None else f'_{length}'}.png")
-                figure.savefig(files[-1])
+        for length in drawn_lengths(self, MOST_HEAT_MAPS) if pictures else ():
+            files.append(folder / f"attention_error{'' if length is None else f'_{length}'}.png")
+            self.plot(length=length).savefig(files[-1])
         for place, settings in enumerate(settings for settings in self.methods.values() if "candidates" in settings):
             if pictures:
                 files.append(folder / f"head_settings{'' if place == 0 else f'_{place + 1}'}.png")

@@ -5,7 +5,6 @@ from collections.abc import Collection, Sequence
 from statistics import fmean
 from typing import Any
 
-from ..measuring.candidates import UNPATCHED
 from .findings import Findings
 from .numbers import NOT_FINITE, count, megabytes, percent
 
@@ -42,11 +41,11 @@ def report_table(report: Findings) -> tuple[list[str], list[list[str]]]:
         values.setdefault(key, {}).setdefault(row["metric"], []).append(row["value"])
         if row["why_exact"] == "min_length":
             forced.add(key)
-    shown = [column for column in COLUMNS if any(column[0] in found for found in values.values())]
+    shown = [column for column in COLUMNS if any(column[0] in numbers for numbers in values.values())]
     rows = []
-    for (length, method), found in sorted(values.items(), key=lambda item: item[0][0]):
+    for (length, method), numbers in sorted(values.items(), key=lambda item: item[0][0]):
         mark = f" {FORCED}" if (length, method) in forced else ""
-        cells = [write(fmean(found[metric])) if metric in found else "" for metric, _, write in shown]
+        cells = [write(fmean(numbers[metric])) if metric in numbers else "" for metric, _, write in shown]
         rows.append([f"{length:,}", f"{method}{mark}", *cells])
     return ["tokens", "method", *(heading for _, heading, _ in shown)], rows
 
@@ -56,10 +55,15 @@ def table_note(report: Findings) -> str:
     at = report.environment
     versions = ", ".join(f"{name} {version}" for name, version in at["versions"].items())
     where = f"{at['device_name']}, {count(at['threads'], 'thread')}" if at["device"] == "cpu" else at["device_name"]
-    note = f"{MEANING} {at['model']}, {at['dtype']}, {where}; {versions}; {at['time'].split('T')[0]}."
-    if any(m.why_exact == "min_length" for m in report.measurements if m.method != UNPATCHED):
-        note += f" {FORCED} forced here: a patched model runs exact attention at this length (`min_length`)."
-    return note
+    measured = f"{at['model']}, {at['dtype']}, {where}; {versions}; {at['time'].split('T')[0]}."
+    return f"{MEANING} {measured}{forced_note(report)}"
+
+
+def forced_note(report: Findings) -> str:
+    """What `FORCED` means, where the table has it."""
+    if not any(m.why_exact == "min_length" for m in report.measurements):
+        return ""
+    return f" {FORCED} forced here: a patched model runs exact attention at this length (`min_length`)."
 
 
 def markdown(header: Sequence[str], rows: Sequence[Sequence[str]], right: Collection[int] | None = None) -> str:

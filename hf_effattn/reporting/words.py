@@ -48,9 +48,9 @@ def _at(report: Findings, label: str, length: int | None) -> list[Measurement]:
 
 
 def _inputs_line(report: Findings, length: int | None) -> str:
-    measured = [one for one in report.inputs if length is None or one.length == length]
-    lengths = sorted({one.length for one in measured})
-    texts = sum(one.batch_size for one in measured)
+    measured = [batch for batch in report.inputs if length is None or batch.length == length]
+    lengths = sorted({batch.length for batch in measured})
+    texts = sum(batch.batch_size for batch in measured)
     span = f"{lengths[0]:,}" if len(lengths) == 1 else f"{lengths[0]:,} to {lengths[-1]:,}"
     line = f"{count(texts, 'text')} of {span} tokens{encoder_lengths(measured)}"
     exact = _at(report, UNPATCHED, length)
@@ -65,14 +65,14 @@ def _inputs_line(report: Findings, length: int | None) -> str:
 
 
 def _method_line(report: Findings, label: str, length: int | None) -> str:
-    found = _at(report, label, length)
-    if found and all(m.why_exact == "settings" for m in found):
+    measurements = _at(report, label, length)
+    if measurements and all(m.why_exact == "settings" for m in measurements):
         return f"- {label}: one of its counts reaches the length, so this is exact attention."
     stays_exact = METHODS[report.methods[label]["method"]].stays_exact or not report.layers
     facts = []
     errors = [
         (value, layer, head)
-        for m in found
+        for m in measurements
         for layer, heads in m.attention_error.items()
         for head, value in enumerate(heads)
     ]
@@ -88,29 +88,29 @@ def _method_line(report: Findings, label: str, length: int | None) -> str:
             f"the attention output is off by {percent(mean)} (worst: layer {layer}, head {head}, {percent(worst)})"
         )
     facts += _asked(report.methods[label], errors)
-    facts += _exact_heads(found)
-    hidden = [m.change.hidden_error for m in found if m.change.hidden_error is not None]
+    facts += _exact_heads(measurements)
+    hidden = [m.change.hidden_error for m in measurements if m.change.hidden_error is not None]
     if not all(map(math.isfinite, hidden)):
         facts.append(f"the last hidden state is {NOT_FINITE}")
     elif hidden:
         verb = "" if errors and not broken and not stays_exact else "is off "
         facts.append(f"the last hidden state {verb}by {percent(fmean(hidden))}")
-    cosines = [cosine for m in found for cosine in m.change.embedding_cosines or []]
+    cosines = [cosine for m in measurements for cosine in m.change.embedding_cosines or []]
     if not all(map(math.isfinite, cosines)):
         facts.append(f"the mean-pooled embedding is {NOT_FINITE}")
     elif cosines:
         lowest = f", lowest {min(cosines):.4f}" if len(cosines) > 1 else ""
         facts.append(f"the mean-pooled embedding keeps a cosine of {sum(cosines) / len(cosines):.4f}{lowest}")
-    for name in found[0].change.argmax_agreement if found else ():
-        same = [m.change.argmax_agreement[name] for m in found if name in m.change.argmax_agreement]
+    for name in measurements[0].change.argmax_agreement if measurements else ():
+        same = [m.change.argmax_agreement[name] for m in measurements if name in m.change.argmax_agreement]
         facts.append(f"{percent(sum(same) / len(same))} of the choices by {name} stay the same")
-    speeds = [value for m in found if (value := report.speedup(m)) is not None]
+    speeds = [value for m in measurements if (value := report.speedup(m)) is not None]
     if speeds:
-        alone = [value for m in found if (value := report.speedup(m, "attention")) is not None]
-        # What is timed of a layer is what is not in windows.
+        alone = [value for m in measurements if (value := report.speedup(m, "attention")) is not None]
+        # Layers with windows are not timed alone.
         aside = "" if stays_exact else f" (attention alone {ratio(alone)})"
         facts.append(f"the model runs {ratio(speeds)} as fast{aside}")
-    peaks = [m.forward_peak_bytes for m in found if m.forward_peak_bytes is not None]
+    peaks = [m.forward_peak_bytes for m in measurements if m.forward_peak_bytes is not None]
     if peaks:
         facts.append(f"adding {megabytes(max(peaks))} at its peak")
     return f"- {label}: {'; '.join(facts)}." if facts else f"- {label}: not measured."
@@ -138,12 +138,12 @@ def _asked(settings: Mapping[str, Any], errors: Sequence[tuple[float, int, int]]
     return facts
 
 
-def _exact_heads(found: Sequence[Measurement]) -> list[str]:
+def _exact_heads(measurements: Sequence[Measurement]) -> list[str]:
     """Which heads attended exactly in some of the inputs, as the method predicted a large error of them."""
-    layers = sorted({layer for m in found for layer in m.exact_heads})
+    layers = sorted({layer for m in measurements for layer in m.exact_heads})
     if not layers:
         return []
-    heads = {layer: sorted({head for m in found for head in m.exact_heads.get(layer, [])}) for layer in layers}
+    heads = {layer: sorted({head for m in measurements for head in m.exact_heads.get(layer, [])}) for layer in layers}
     listed = "; ".join(f"layer {layer}, head {', '.join(map(str, heads[layer]))}" for layer in layers)
     return [
         f"{count(sum(map(len, heads.values())), 'head')} ran exactly, their predicted error being large ({listed})"
@@ -158,11 +158,11 @@ def _min_length_line(report: Findings, length: int | None) -> list[str]:
     who = "any of these methods" if len(short) == len(report.methods) else ", ".join(short)
     inputs = "some of these inputs" if length is None else "these inputs"
     device = report.environment.get("device", "cpu")
-    found = []
+    shortest = []
     for label in short:
         (candidate,) = make_candidates(report.methods[label])
-        found.append(candidate.settings.shortest_length(device, causal=bool(report.environment.get("causal"))))
-    lengths = [length for length in found if length is not None]
+        shortest.append(candidate.settings.shortest_length(device))
+    lengths = [length for length in shortest if length is not None]
     if not lengths:
         never = why_never(report.methods[short[0]]["method"], device)
         return [f"Patched with {who}, the model would run exact attention: {never}, as here."]
@@ -207,10 +207,10 @@ def choice_lines(report: Findings) -> list[str]:
         f"{start}{label} is the fastest that meets it, off by at most {percent(max(errors))} and {ratio(speeds)} as "
         "fast as exact attention."
     )
-    found = report.of(label)
-    short = sorted({report.inputs[m.input].length for m in found if m.why_exact == "min_length"})
+    measurements = report.of(label)
+    short = sorted({report.inputs[m.input].length for m in measurements if m.why_exact == "min_length"})
     if short:
-        those = "These lengths are" if all(m.why_exact == "min_length" for m in found) else _lengths_are(short)
+        those = "These lengths are" if all(m.why_exact == "min_length" for m in measurements) else _lengths_are(short)
         line += f" {those} below its min_length: to force the method, patch with min_length=0."
     if max(speeds) <= 1:
         line += " It is not faster than exact attention on these inputs: keep exact attention."
@@ -225,10 +225,8 @@ def _lengths_are(lengths: list[int]) -> str:
 def encoder_lengths(inputs: Sequence[MeasuredInput]) -> str:
     """In brackets the tokens of each encoder, where the model has several."""
     lengths: dict[str, set[int]] = {}
-    for one in inputs:
-        for name, length in one.encoder_lengths.items():
+    for batch in inputs:
+        for name, length in batch.encoder_lengths.items():
             lengths.setdefault(name, set()).add(length)
-    spans = {
-        name: " to ".join(f"{end:,}" for end in sorted({min(found), max(found)})) for name, found in lengths.items()
-    }
+    spans = {name: " to ".join(f"{end:,}" for end in sorted({min(seen), max(seen)})) for name, seen in lengths.items()}
     return f" ({', '.join(f'{name} {span}' for name, span in spans.items())})" if spans else ""

@@ -41,9 +41,9 @@ SLICE = "slices"
 COSINE_LENGTHS = (128, 256, 512)
 CONVERSIONS: dict[str, dict[str, Any]] = {
     "merged": {},
-    "merged, no sinks": {"sinks": False},
+    "merged, attend_ends=False": {"attend_ends": False},
     "the paper's sum": {"composition": "local-global"},
-    "the paper's sum, with sinks": {"composition": "local-global", "sinks": True},
+    "the paper's sum, attend_ends=True": {"composition": "local-global", "attend_ends": True},
 }
 SLICES = ((8, 1), (16, 1), (16, 3), (32, 1), (64, 1))
 

@@ -32,12 +32,12 @@ def mask_of(kind):
     return None if kind == "none" else mask
 
 
-def merged_with_loops(query, key, value, b, h, extension, causal, sinks, mask):
-    """One softmax per token over window, sinks and the means of the other slices."""
+def merged_with_loops(query, key, value, b, h, extension, causal, attend_ends, mask):
+    """One softmax per token over window, ends and the means of the other slices."""
     mask = torch.ones(2, N, dtype=torch.bool) if mask is None else mask
     query, key, value, token = query[b, h], key[b, h], value[b, h], mask[b]
     valid = token.nonzero()[:, 0].tolist()
-    ends = {valid[0]} | (set() if causal else {valid[-1]}) if sinks else set()
+    ends = {valid[0]} | (set() if causal else {valid[-1]}) if attend_ends else set()
     scale = query.shape[1] ** -0.5
     slices = [[t for t in range(first, min(first + L, N)) if token[t]] for first in range(0, N, L)]
     output = torch.zeros(N, value.shape[1], dtype=torch.float64)
@@ -52,7 +52,7 @@ def merged_with_loops(query, key, value, b, h, extension, causal, sinks, mask):
         coarse_query = query[i] if causal else query[slices[s]].mean(dim=0)
         for t, members in enumerate(slices):
             allowed = t < s - reach if causal else abs(t - s) > reach
-            members = [t for t in members if t not in ends]  # sinks are seen one by one
+            members = [t for t in members if t not in ends]  # ends are seen one by one
             if members and allowed:
                 scores.append(coarse_query @ key[members].mean(dim=0) * scale + log(len(members)))
                 values.append(value[members].mean(dim=0))
@@ -61,17 +61,17 @@ def merged_with_loops(query, key, value, b, h, extension, causal, sinks, mask):
 
 
 @pytest.mark.parametrize("kind", ["none", "right", "holes"])
-@pytest.mark.parametrize("sinks", [False, True])
+@pytest.mark.parametrize("attend_ends", [False, True])
 @pytest.mark.parametrize("causal", [False, True])
 @pytest.mark.parametrize("ratio", [1, 2, 3])
-def test_merged_form_is_one_softmax(ratio, causal, sinks, kind):
+def test_merged_form_is_one_softmax(ratio, causal, attend_ends, kind):
     query, key, value = rows()
     mask = mask_of(kind)
-    options = {"slice_length": L, "extension_ratio": ratio, "causal": causal, "sinks": sinks, "key_mask": mask}
-    actual = merged_attention(query, key, value, Slicing(**options))
+    slicing = {"slice_length": L, "extension_ratio": ratio, "causal": causal, "attend_ends": attend_ends}
+    actual = merged_attention(query, key, value, Slicing(**slicing, key_mask=mask))
     for b in range(2):
         for h in range(2):
-            expected = merged_with_loops(query, key, value, b, h, (ratio - 1) * L // 2, causal, sinks, mask)
+            expected = merged_with_loops(query, key, value, b, h, (ratio - 1) * L // 2, causal, attend_ends, mask)
             torch.testing.assert_close(actual[b, h], expected, rtol=0, atol=4e-15)
 
 
@@ -98,7 +98,7 @@ def test_slices_of_one_token_are_exact():
 @pytest.mark.parametrize("ratio", [1, 2, 3])
 def test_causal_forms_never_look_ahead(form, ratio):
     def run(query, key, value):
-        slicing = Slicing(slice_length=L, extension_ratio=ratio, causal=True, sinks=form == "merged")
+        slicing = Slicing(slice_length=L, extension_ratio=ratio, causal=True, attend_ends=form == "merged")
         if form == "merged":
             return merged_attention(query, key, value, slicing)
         return summed_attention(query, key, value, project, slicing)
@@ -146,7 +146,7 @@ def test_an_item_of_padding_alone_gives_zeros():
     assert all((tensor.grad[1] == 0).all() for tensor in tensors)
 
 
-def test_sinks_are_the_first_and_the_last_token():
+def test_the_ends_are_the_first_and_the_last_token():
     mask = torch.tensor([[False, True, True, False, True, False], [True, False, False, False, False, False]])
     query = torch.zeros(2, 1, 6, 4)
     assert first_and_last_tokens(mask, query, causal=False).int().tolist() == [[0, 1, 0, 0, 1, 0], [1, 0, 0, 0, 0, 0]]
@@ -167,7 +167,7 @@ def test_position_terms_are_added_to_queries_and_keys():
     """In the own slice those of its places, among the slices those of the slices: here with one neighbour's half."""
     query, key, value = rows()
     local, coarse = position_terms(2)
-    slicing = Slicing(slice_length=L, extension_ratio=2, sinks=False, local_terms=local, slice_terms=coarse)
+    slicing = Slicing(slice_length=L, extension_ratio=2, attend_ends=False, local_terms=local, slice_terms=coarse)
     actual = merged_attention(query, key, value, slicing)
     own = torch.arange(N) // L
     scale = 8**-0.5
@@ -188,14 +188,14 @@ def test_position_terms_are_added_to_queries_and_keys():
 
 
 @pytest.mark.parametrize("kind", ["none", "left", "room"])
-@pytest.mark.parametrize("sinks", [False, True])
+@pytest.mark.parametrize("attend_ends", [False, True])
 @pytest.mark.parametrize("with_terms", [False, True])
 @pytest.mark.parametrize("ratio", [1, 2, 3])
-def test_a_cache_of_keys_and_values_gives_the_rows_of_the_whole(ratio, with_terms, sinks, kind):
+def test_a_cache_of_keys_and_values_gives_the_rows_of_the_whole(ratio, with_terms, attend_ends, kind):
     """One query or several over the cache, padding on the left, empty rows of a static cache behind the tokens."""
     query, key, value = rows()
     terms = position_terms(ratio) if with_terms else ((None, None), (None, None))
-    options = {"slice_length": L, "extension_ratio": ratio, "sinks": sinks}
+    options = {"slice_length": L, "extension_ratio": ratio, "attend_ends": attend_ends}
     options |= {"local_terms": terms[0], "slice_terms": terms[1]}
     whole = merged_attention(query, key, value, Slicing(causal=True, **options))
     before, after = (5, 0) if kind == "left" else (0, 6 if kind == "room" else 0)
@@ -219,7 +219,7 @@ def test_a_cache_of_keys_and_values_gives_the_rows_of_the_whole(ratio, with_term
 
 
 @pytest.mark.parametrize("causal", [False, True])
-def test_the_papers_sum_can_see_the_sinks_too(causal):
+def test_the_papers_sum_can_see_the_ends_too(causal):
     """Then [CLS] reaches every slice's local attention, one by one."""
     query, key, value = rows()
 

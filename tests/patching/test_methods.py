@@ -74,7 +74,7 @@ def test_names_and_defaults() -> None:
         "slice_length": 16,
         "extension_ratio": 1.0,
         "composition": "merged",
-        "sinks": True,
+        "attend_ends": True,
     }
 
 
@@ -209,23 +209,14 @@ def test_min_length_of_a_device_never_measured_is_longer() -> None:
 @pytest.mark.parametrize("method", METHODS)
 def test_no_length_is_the_default_of_a_causal_form_that_was_not_timed(method: str, device: str) -> None:
     settings = make_method(method, causal=True)
-    assert settings.shortest_length(device, causal=True) is None
-    assert settings.is_exact(10**9, 10**9, device, causal=True)
-    assert not make_method(method).is_exact(10**6, 10**6, device)
-    assert not dataclasses.replace(settings, min_length=2000).is_exact(2000, 2000, device, causal=True)
+    assert settings.shortest_length(device) is None
+    assert settings.is_exact(10**9, device)
+    assert not make_method(method).is_exact(10**6, device)
+    assert not dataclasses.replace(settings, min_length=2000).is_exact(2000, device)
     candidates = [{"method": method}, {"method": method, "seed": 7, "min_length": 2000}]
-    assert (
-        make_method("per-head", causal=True, candidates=candidates, heads=[[0, 0]]).shortest_length(
-            device, causal=True
-        )
-        is None
-    )
-    assert (
-        make_method("per-head", causal=True, candidates=candidates, heads=[[0, 1]]).shortest_length(
-            device, causal=True
-        )
-        == 2000
-    )
+    for heads, shortest in (([[0, 0]], None), ([[0, 1]], 2000)):
+        per_head = make_method("per-head", causal=True, candidates=candidates, heads=heads)
+        assert per_head.shortest_length(device) == shortest
 
 
 @pytest.mark.parametrize("method", METHODS)
@@ -253,23 +244,23 @@ def test_settings_of_the_other_kind_of_model_are_refused(method: str, model_type
 
 def test_exact_where_nothing_would_be_saved() -> None:
     settings = make_method("i-clustered", clusters=10, topk=12, min_length=11)
-    assert settings.is_exact(10, 10, "cpu")  # clusters >= N, N < min_length
-    assert settings.is_exact(12, 12, "cpu")  # topk >= M
-    assert not settings.is_exact(13, 13, "cpu")
+    assert settings.is_exact(10, "cpu")  # clusters >= N, N < min_length
+    assert settings.is_exact(12, "cpu")  # topk >= M
+    assert not settings.is_exact(13, "cpu")
     bi_clustered = make_method("bi-clustered", clusters=10, topk=8, key_clusters=12, min_length=0)
-    assert bi_clustered.is_exact(10, 10, "cpu")  # clusters >= N
-    assert bi_clustered.is_exact(12, 12, "cpu")  # key_clusters >= M: every key its own cluster
-    assert not bi_clustered.is_exact(13, 13, "cpu")
-    assert dataclasses.replace(bi_clustered, topk=13).is_exact(13, 13, "cpu")
+    assert bi_clustered.is_exact(10, "cpu")  # clusters >= N
+    assert bi_clustered.is_exact(12, "cpu")  # key_clusters >= M: every key its own cluster
+    assert not bi_clustered.is_exact(13, "cpu")
+    assert dataclasses.replace(bi_clustered, topk=13).is_exact(13, "cpu")
     decoder = make_method("bi-clustered", causal=True, exact_keys=1281, min_length=0)
-    assert decoder.is_exact(1281, 1281, "cpu", causal=True)  # exact_keys >= M
-    assert not decoder.is_exact(1282, 1282, "cpu", causal=True)
+    assert decoder.is_exact(1281, "cpu")  # exact_keys >= M
+    assert not decoder.is_exact(1282, "cpu")
     few = dataclasses.replace(decoder, exact_keys=1, window=1024)
-    assert few.is_exact(2048, 2048, "cpu", causal=True)  # one segment, and its window
-    assert not few.is_exact(2049, 2049, "cpu", causal=True)
-    assert make_method("clustered", clusters=10, min_length=0).is_exact(10, 10, "cpu")
-    assert make_method("clustered", clusters=10, min_length=12).is_exact(11, 11, "cpu")
-    assert not make_method("clustered", clusters=10, min_length=11).is_exact(11, 11, "cpu")
+    assert few.is_exact(2048, "cpu")  # one segment, and its window
+    assert not few.is_exact(2049, "cpu")
+    assert make_method("clustered", clusters=10, min_length=0).is_exact(10, "cpu")
+    assert make_method("clustered", clusters=10, min_length=12).is_exact(11, "cpu")
+    assert not make_method("clustered", clusters=10, min_length=11).is_exact(11, "cpu")
 
 
 @pytest.mark.parametrize("masked", [False, True])

@@ -17,7 +17,7 @@ METHODS = [
 LABELS = [
     "clustered clusters=6",
     "cst slice_length=4 extension_ratio=1",
-    "cst slice_length=4 extension_ratio=1 composition=local-global sinks=False",
+    "cst slice_length=4 extension_ratio=1 composition=local-global attend_ends=False",
 ]
 
 

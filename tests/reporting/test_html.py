@@ -32,13 +32,11 @@ LABELS = [
 VOID = {"meta", "img", "br", "link", "input", "hr"}
 # Headings of the table, the report's metric, and what one unit of the number shown is.
 METRICS = {
-    "output change": ("hidden_error", 0.01),
-    "embedding cosine": ("embedding_cosine_mean", 1),
     "attention error": ("attention_error", 0.01),
-    "model speed-up": ("forward_speedup", 1),
-    "attention speed-up": ("attention_speedup", 1),
-    "memory ratio": ("forward_memory_ratio", 1),
-    "time": ("forward_seconds", 0.001),
+    "output error": ("hidden_error", 0.01),
+    "cosine": ("embedding_cosine_mean", 1),
+    "model speed": ("forward_speedup", 1),
+    "attention speed": ("attention_speedup", 1),
     "peak memory": ("forward_peak_bytes", 1e6),
 }
 
@@ -141,26 +139,22 @@ def test_every_number_of_the_table_is_the_reports(measured):
     report, text = measured[0], measured[3]
     table = report.to_pandas()
     header, *rows = Page(text).rows
-    assert header == ["method", *METRICS]
-    assert len(rows) == 2 * (1 + 1 + len(METHODS))
+    assert header == ["tokens", "method", *METRICS]
+    assert len(rows) == 2 * (1 + len(METHODS))
     seen = 0
-    for row in rows:
-        if len(row) == 1:
-            index = {"1 text of 24 tokens": 0, "1 text of 40 tokens": 1}[row[0]]
-            continue
-        label = next(name for name in ("unpatched", *LABELS) if row[0].startswith(name))
-        of_it = table[(table.input == index) & (table.method == label)]
-        for heading, cell in zip(header[1:], row[1:], strict=True):
+    for length, method, *cells in rows:
+        of_it = table[(table.length == int(length)) & (table.method == method.removesuffix(" ¹"))]
+        for heading, cell in zip(METRICS, cells, strict=True):
             metric, unit = METRICS[heading]
             found = of_it[of_it.metric == metric].value
-            if cell == "reference":
-                assert label == "unpatched"
+            if not cell:
+                assert method == "unpatched"
                 continue
             digits = re.match(r"[\d.,]+", cell).group().replace(",", "")
             last_digit = 10.0 ** -len(digits.partition(".")[2])
             assert float(digits) == pytest.approx(found.mean() / unit, rel=1e-6, abs=0.51 * last_digit), heading
             seen += 1
-    assert seen == 2 * (5 + 8 * len(METHODS))
+    assert seen == 2 * (3 + 6 * len(METHODS))
     peaks = [m.forward_peak_bytes for m in report.measurements if m.input == 1]
     assert [report.memory_ratio(m) for m in report.measurements[-len(peaks) :]] == [peak / peaks[0] for peak in peaks]
     assert min(peaks[1:]) != peaks[0]
@@ -238,7 +232,6 @@ def test_an_interrupted_report_keeps_what_it_has(undrawn):
     text = report.to_html()
     page = Page(text)
     assert "The measurement was stopped before its end" in page.text
-    assert sum("not measured" in row for row in page.rows) == 1 + len(METHODS)
     assert len(drawings(page)) == 2
     assert "interrupted" in Page(report._repr_html_()).text
     empty = Report(report.environment, report.layers, report.methods, complete=False)
@@ -246,13 +239,11 @@ def test_an_interrupted_report_keeps_what_it_has(undrawn):
         assert "Nothing had been measured yet" in Page(text).text
 
 
-def test_one_length_gives_points_and_what_was_not_measured_is_named(undrawn):
+def test_pictures_are_of_what_was_measured(undrawn):
     model = tiny_model("bert")
     report = quick_report(model, text_of(), METHODS[:1], memory=True)
     page = Page(report.to_html())
-    assert "One length was measured" in page.text
-    assert "Time was not measured" in page.text
-    assert "without a column: model speed-up, attention speed-up, time." in page.text
+    assert len(drawings(page)) == 2
     report = quick_report(model, text_of(), METHODS[:1])
     assert "Neither times nor memory" in Page(report.to_html()).text
     with pytest.raises(ValueError, match="no time and no memory"):
@@ -283,12 +274,9 @@ def test_settings_that_leave_a_length_exact_and_numbers_that_are_none():
             ),
         ],
     )
-    report.measurements[1].change.argmax_agreement["logits"] = 0.75
     page = Page(report.to_html())
-    assert "2 texts of 8 tokens, 14 without padding" in page.text
-    assert page.rows[0][3] == "choices by logits kept"
-    assert page.rows[-1] == [f"{LABELS[0]} is exact here", "not finite", "0.3750 (lowest 0.2500)", "75%", "not finite"]
-    assert "nothing to approximate" in page.text
+    assert page.rows[-1] == ["8", LABELS[0], "not finite", "not finite", "0.3750"]
+    assert "one of its counts reaches the length" in page.text
 
 
 def test_of_a_causal_model_the_last_tokens_attend():

@@ -53,13 +53,8 @@ def total_loss(
     return loss
 
 
-def word_loss(logits: torch.Tensor, labels: torch.Tensor | None) -> torch.Tensor | None:
-    """Cross-entropy of logits `(..., classes)`, its mean over the labels that are not -100; 0 where none is."""
-    return None if labels is None else cross_entropy(logits, labels)
-
-
 def cross_entropy(logits: torch.Tensor, labels: torch.Tensor) -> torch.Tensor:
-    """That of `word_loss`, where there are labels."""
+    """Cross-entropy of logits `(..., classes)`, its mean over the labels that are not -100; 0 where none is."""
     logits, labels = full_precision(logits.flatten(0, -2)), labels.to(logits.device)
     total = F.cross_entropy(logits, labels.flatten(), ignore_index=IGNORED, reduction="sum")
     return total / (labels != IGNORED).sum().clamp(min=1)
@@ -70,8 +65,8 @@ def shifted_loss(
 ) -> torch.Tensor | None:
     """Cross-entropy of each word's logits on the word after it; `shifted` are labels that stand there already."""
     if shifted is not None:
-        return word_loss(logits, shifted)
-    return None if labels is None else word_loss(logits[:, :-1], labels[:, 1:])
+        return cross_entropy(logits, shifted)
+    return None if labels is None else cross_entropy(logits[:, :-1], labels[:, 1:])
 
 
 class WordHead(nn.Module):
@@ -128,7 +123,7 @@ class _LabelHead(_Head):
             labels (`torch.Tensor`, *optional*): of words `(B, N)`, -100 = does not count; of texts as in transformers:
                 `(B,)` classes; numbers where `num_labels` is 1; `(B, num_labels)` 0 or 1 in floating point, or where
                 `config.problem_type` is `"multi_label_classification"`.
-            position_ids, inputs_embeds, kwargs: what `ClusterFormerModel` takes.
+            others: what `ClusterFormerModel` takes.
 
         Returns: the class's output, logits `(B, N, vocab_size)`, `(B, N, num_labels)` or `(B, num_labels)`.
         """
@@ -206,12 +201,9 @@ class ClusterFormerForPreTraining(_WithWordHead):
         """Score the vocabulary for every word, and whether the second text follows the first.
 
         Args:
-            input_ids (`torch.LongTensor`): `(B, N)`.
-            attention_mask (`torch.Tensor`, *optional*): `(B, N)`, 0 = padding.
-            token_type_ids (`torch.LongTensor`, *optional*): `(B, N)`, segments.
             labels (`torch.LongTensor`, *optional*): `(B, N)`, the words; -100 = not to be guessed.
             next_sentence_label (`torch.LongTensor`, *optional*): `(B,)`, 0 = it follows, 1 = it does not.
-            position_ids, inputs_embeds, kwargs: what `ClusterFormerModel` takes.
+            others: what `ClusterFormerModel` takes.
 
         Returns: `ClusterFormerPreTrainingOutput`; the loss is there with any of the two labels.
         """
@@ -220,8 +212,9 @@ class ClusterFormerForPreTraining(_WithWordHead):
         encoded = self._encoded(labelled, *inputs, **kwargs)
         logits = self.lm_head(encoded.last_hidden_state)
         follows = self.next_sentence(encoded.pooler_output)
-        parts = [word_loss(logits, labels), word_loss(follows, next_sentence_label)]
-        task_loss = torch.stack([part for part in parts if part is not None]).sum() if labelled else None
+        scored = (logits, labels), (follows, next_sentence_label)
+        parts = [cross_entropy(scores, classes) for scores, classes in scored if classes is not None]
+        task_loss = torch.stack(parts).sum() if labelled else None
         return ClusterFormerPreTrainingOutput(
             prediction_logits=logits, seq_relationship_logits=follows, **self._fields(task_loss, encoded)
         )
@@ -284,16 +277,12 @@ class ClusterFormerForCausalLM(_WithWordHead, ClusterFormerGenerationMixin):
         """Score the vocabulary for the word after every word.
 
         Args:
-            input_ids (`torch.LongTensor`): `(B, N)`.
-            attention_mask (`torch.Tensor`, *optional*): `(B, N)`, 0 = padding.
-            token_type_ids (`torch.LongTensor`, *optional*): `(B, N)`, segments.
             labels (`torch.LongTensor`, *optional*): `(B, N)`, the input; -100 = not to be predicted.
             past_key_values (`Cache`, *optional*), use_cache (`bool`, *optional*): with `causal="strict"`.
             logits_to_keep (`int` or `torch.LongTensor`): only the last so many words, 0 = all; or the places of
                 those that are scored.
-            position_ids, inputs_embeds, encoder_hidden_states, encoder_attention_mask, kwargs: what
-                `ClusterFormerModel` takes; those of an encoder with `config.add_cross_attention`. And `shift_labels`
-                `(B, N)`, the word after each word, instead of `labels`.
+            others: what `ClusterFormerModel` takes, what concerns an encoder with `config.add_cross_attention`. And
+                `shift_labels` `(B, N)`, the word after each word, instead of `labels`.
 
         Returns: `ClusterFormerCausalLMOutput`, logits `(B, N, vocab_size)`.
         """
@@ -376,12 +365,9 @@ class ClusterFormerForQuestionAnswering(_Head):
         """Score every word as the first and as the last of the answer.
 
         Args:
-            input_ids (`torch.LongTensor`): `(B, N)`.
-            attention_mask (`torch.Tensor`, *optional*): `(B, N)`, 0 = padding.
-            token_type_ids (`torch.LongTensor`, *optional*): `(B, N)`, segments.
             start_positions, end_positions (`torch.LongTensor`, *optional*): `(B,)`; beyond the text = does not count,
                 below 0 = 0, as in transformers.
-            position_ids, inputs_embeds, kwargs: what `ClusterFormerModel` takes.
+            others: what `ClusterFormerModel` takes.
 
         Returns: `ClusterFormerQuestionAnsweringOutput`, both logits `(B, N)`.
         """

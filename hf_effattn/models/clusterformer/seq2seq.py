@@ -11,7 +11,7 @@ from transformers.utils.generic import can_return_tuple
 
 from ..cache_names import cache_of, named_for_output, takes_cache
 from .configuration_clusterformer import ClusterFormerConfig
-from .heads import IGNORED, ClusterFormerGenerationMixin, total_loss, word_loss
+from .heads import IGNORED, ClusterFormerGenerationMixin, cross_entropy, total_loss
 from .modeling_clusterformer import ClusterFormerModel, ClusterFormerPreTrainedModel
 from .outputs import CLUSTERING_FIELDS, ClusterFormerSeq2SeqLMOutput, ClusteringOutput
 
@@ -167,7 +167,7 @@ class ClusterFormerForConditionalGeneration(ClusterFormerPreTrainedModel, Cluste
             **options,
         )
         logits = self.lm_head(decoded.last_hidden_state)
-        task_loss = word_loss(logits, labels)
+        task_loss = None if labels is None else cross_entropy(logits, labels)
         clustering = _mean_of(encoder_outputs, decoded)
         return ClusterFormerSeq2SeqLMOutput(
             loss=total_loss(self.config, task_loss, clustering),

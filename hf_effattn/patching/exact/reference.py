@@ -61,8 +61,8 @@ def sdpa_path(
         return sdpa_attention_forward(module, query, key, value, mask, scaling=scaling, **options)[0]
     N, Dv = query.shape[2], value.shape[3]
     query, key, value, mask, scaling = with_sinks(query, key, value, mask, sinks, scaling)
-    asked = options.get("is_causal")
-    if N > 1 and mask is None and (getattr(module, "is_causal", True) if asked is None else asked):
+    is_causal = options.get("is_causal")
+    if N > 1 and mask is None and (getattr(module, "is_causal", True) if is_causal is None else is_causal):
         query = F.pad(query, (0, 0, 1, 0))  # one before all others: the first of them sees its own key beside the sink
     return sdpa_attention_forward(module, query, key, value, mask, scaling=scaling, **options)[0][:, -N:, :, :Dv]
 

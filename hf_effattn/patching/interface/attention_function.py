@@ -94,12 +94,12 @@ def attention(
     if not hides_keys(kwargs.get("sliding_window"), M, module.config):
         kwargs.pop("sliding_window", None)
     hides_future = _hides_future(module, kwargs.get("is_causal"), attention_mask)
-    # The form of a method that hides the future is for decoders; so is a prompt's key mask, which implies it.
+    # A method's causal form is for decoders alone, and so is a prompt's key mask, which implies that form.
     as_its_type = hides_future == _masks_the_future(module)
     unknown = needs_exact_attention(method, module, kwargs, dense=dense, causal=hides_future)
     over_cache = hides_future and M != N and (dense or N == 1)
     if hides_future and not dense and N > 1:
-        # A prompt's keys are the first of a static cache; further chunks of a prompt come with a dense mask.
+        # The keys of a prompt are the first rows of a static cache. Later chunks of a prompt come with a dense mask.
         key, value = key[:, :, :N], value[:, :, :N]
     prompt = not torch.is_grad_enabled() and bool(kwargs.get("use_cache"))
     asked = scaling, dropout, wants_weights, hides_future, prompt
@@ -112,10 +112,10 @@ def attention(
         call.cast()
         attend = partial(_over_cache, chosen)
     elif dense or key.shape[2] != N or (hides_future and N == 1) or is_window_of_image(module, N):
-        if dense and hides_future and in_a_graph() and not chosen.is_exact(N, N, query.device.type, causal=True):
+        if dense and hides_future and in_a_graph() and not chosen.is_exact(N, query.device.type):
             _say_packed(method)
         _say_once_if_trained(chosen, call)
-    elif not chosen.chooses_exact(N, query.device.type, causal=hides_future):
+    elif not chosen.chooses_exact(N, query.device.type):
         call.cast()
         attend = partial(_by_method, chosen)
     elif hides_future:
@@ -128,21 +128,21 @@ def _hides_future(module: nn.Module, asked: bool | None, mask: torch.Tensor | No
     """Whether no query may see a later key: the keyword says so (CLIP's text), or else the module."""
     causal = hides_the_future(module.config)
     if causal and mask is not None and mask.ndim == 2 and is_self_attention(module):
-        return True  # such a mask stands for a decoder's dense one, which the keyword does not change
+        return True  # `padding_mask` gives `(B, N)` in place of a decoder's dense mask, whatever the keyword says
     if asked is None or (asked and not is_self_attention(module)):
         return is_causal(module)
     return bool(asked)
 
 
 def _masks_the_future(module: nn.Module) -> bool:
-    """Whether a module's method is for a decoder: one patched as such is, also in a call that sees both ways."""
+    """Whether a module has a method for decoders: its patch decides, also for calls that attend both ways."""
     patch: ModulePatch | None = getattr(module, RECORD, None)
     return hides_the_future(module.config) if patch is None else patch.causal
 
 
 @torch.compiler.assume_constant_result  # so that it is said while a graph is made
 def _say_packed(method: str) -> None:
-    """Warn of a graph that holds a decoder's exact attention, since it has to serve packed texts, too."""
+    """Warn that a graph holds a decoder's exact attention, because it has to serve packed texts as well."""
     warnings.warn(
         f'this graph is traced with a dense mask, under which attention stays exact: "{method}" does not run in it. '
         "transformers makes one where texts may be packed: pass attention_mask=torch.ones_like(input_ids) if none is",
@@ -151,18 +151,18 @@ def _say_packed(method: str) -> None:
 
 
 def _say_if_never(method: Method, device_type: str) -> None:
-    """Warn of a method that no length starts where the future is masked on this kind of device.
+    """Warn where a decoder's method never starts by itself on this kind of device.
 
-    A model may have come there after its patch.
+    The model may have been moved there after it was patched.
     """
     if torch.compiler.is_compiling() or method.stays_exact:
         return
-    if method.shortest_length(device_type, causal=True) is None:
+    if method.shortest_length(device_type) is None:
         said = f"The patch approximates nothing: {why_never(method.method, device_type)}."
         warnings.warn(said, stacklevel=stacklevel_of_user())
 
 
-# The models that were told, for as long as there are any.
+# The models for which the warning has been given.
 _told: "weakref.WeakSet[nn.Module]" = weakref.WeakSet()
 
 

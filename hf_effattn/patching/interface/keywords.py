@@ -1,10 +1,10 @@
 """The keywords that transformers passes to an attention function, and what each means for a method.
 
-Models hand on every keyword of their call, also those that are meant for nobody: sentence-transformers calls a model
-with its own earlier outputs. So one that no list here holds counts only where something that attends names it: the
-forward of the attention module, an attention function of transformers, or its types of what a model may be called
-with. All else changes nothing in exact attention either, and is passed over. A new version of transformers may name a
-new keyword; the layers that get it are then exact, with a warning, and a test fails with its name.
+Models hand on every keyword of their call, even one that nothing reads: sentence-transformers calls a model with its
+own earlier outputs. A keyword that is in no list here therefore counts only where something that computes attention
+names it: the forward of the attention module, an attention function of transformers, or transformers' types of the
+keywords of a model. All others change nothing in exact attention either, and are ignored. A new version of
+transformers may name a new keyword. The layers that get it are then exact, with a warning, and a test fails with it.
 """
 
 import inspect
@@ -69,10 +69,10 @@ WITHOUT_EFFECT = frozenset(
     }
 )
 
-# They change attention in a way that no method has, and SDPA has where its function, or the mask, knows them.
+# They change attention in a way that no method implements. SDPA does, by its function or by the mask.
 EXACT = frozenset({"sliding_window", "position_bias", "cache"})
 
-# SDPA drops them silently, or raises without a word of what is to be done.
+# SDPA ignores them silently, or raises without saying what to do.
 _SAYS_WHAT = {
     "sinks": "an attention sink, one more column in the softmax",
     "indices": "the keys that a sparse attention chose",

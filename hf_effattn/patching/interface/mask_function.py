@@ -58,11 +58,11 @@ def padding_mask(
         if 1 < q_length <= kv_length and _is_first(q_offset) and not kwargs.get("kv_offset"):
             return _prompt_mask(kwargs.get("attention_mask"), q_length)
     elif entry is not None and q_length == kv_length and sees_all(mask_function):
-        # All rows of a padding mask are alike: one row is O(M), and transformers decides in it whether any mask is
-        # needed.
+        # All rows of a padding mask are alike, so one row is made, which is O(M). transformers decides in it whether
+        # any mask is needed.
         plain = {"mask_function": bidirectional_mask_function, "use_vmap": False}
         row = sdpa_mask(q_length=1, **{"allow_is_bidirectional_skip": True} | kwargs | plain)
-        if row is not None and entry.exact_kind == "biases":  # what a patch changed reads, and what none did
+        if row is not None and entry.exact_kind == "biases":  # patched and unpatched layers both read it
             return added_mask(row, kwargs.get("dtype", torch.float32))
         return None if row is None else row[:, 0, 0, :]
     elif entry is not None and q_length == kv_length and _is_first(q_offset) and not kwargs.get("kv_offset"):
@@ -85,7 +85,7 @@ def _is_composite(config: Any) -> bool:
 
 
 def _mask_of_unknown(q_length: int, **kwargs: Any) -> torch.Tensor:
-    """The mask of a model type outside the table: what calls no attention function adds it to scores of its own."""
+    """The mask of a model type outside the table. A model that calls no attention function adds it to its scores."""
     config = kwargs.get("config")
     method, model_type = implementation_of(config), getattr(config, "model_type", "unknown")
     if method in list_methods():
@@ -101,7 +101,7 @@ def _mask_of_unknown(q_length: int, **kwargs: Any) -> torch.Tensor:
 
 
 def _hides_the_future_only(mask_function: Callable, length: int, config: Any) -> bool:
-    """Whether queries see all earlier keys: also within a window that no input of the model is longer than."""
+    """Whether queries see all earlier keys, by a causal mask or by a window that no input of the model exceeds."""
     if mask_function is causal_mask_function:
         return True
     window = window_of(mask_function)
@@ -109,7 +109,7 @@ def _hides_the_future_only(mask_function: Callable, length: int, config: Any) ->
 
 
 def _is_first(position: int | torch.Tensor) -> bool:
-    """Whether the queries begin the sequence. A static cache keeps the position in a tensor, unread in a graph."""
+    """Whether the queries begin the sequence. A static cache keeps it in a tensor, which a graph cannot read."""
     if isinstance(position, torch.Tensor):
         return not in_a_graph() and int(position) == 0
     return position == 0

@@ -52,7 +52,7 @@ def method_for(module: nn.Module, method: str) -> Method | None:
 
 
 def _say_unknown(module: nn.Module, method: str) -> None:
-    """Warn of attention that someone wrote anew and that may be a layer's self-attention."""
+    """Warn of a class of attention that is not transformers' and may be a layer's self-attention."""
     entry = model_type_of(module)
     if entry is None or torch.compiler.is_compiling():
         return

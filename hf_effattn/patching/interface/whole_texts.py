@@ -1,4 +1,4 @@
-"""What a decoder is told within a graph: that each row without a mask is one text."""
+"""A hook that tells a decoder within a graph that each row without a mask is one text."""
 
 from typing import Any
 
@@ -8,17 +8,17 @@ from torch import nn
 from ...ops.shared.graphs import in_a_graph
 
 _HANDLE = "_effattn_whole_text_hook"
-# With these a caller says more of the tokens: then transformers does not look at positions, or must.
+# With one of these the caller says more about the tokens, and the hook adds nothing.
 SAY_MORE = ("attention_mask", "position_ids", "past_key_values", "cache")  # versions before 5.24 say past_key_values
 
 
 def _mask_nothing(
     model: nn.Module, args: tuple[Any, ...], options: dict[str, Any]
 ) -> tuple[tuple[Any, ...], dict[str, Any]] | None:
-    """A forward pre-hook: in a graph a mask that hides nothing, where none is given.
+    """A forward pre-hook that adds a mask which hides nothing, in a graph, where no mask is given.
 
-    transformers looks for several texts in a row by positions, also by those that it makes itself. A graph cannot
-    look, and would get the mask of several, under which attention is exact.
+    transformers reads from the positions whether a row holds several texts. A graph cannot read them, and would get
+    the mask of several texts, under which attention is exact.
     """
     if not in_a_graph() or len(args) > 1 or any(options.get(name) is not None for name in SAY_MORE):
         return None
@@ -31,7 +31,7 @@ def _mask_nothing(
 
 
 def tell_whole_texts(model: nn.Module, tell: bool) -> None:
-    """Let a model say so of its rows, or no longer."""
+    """Add the hook to a model, or take it away."""
     tells = _HANDLE in vars(model)
     if tell and not tells:
         setattr(model, _HANDLE, model.register_forward_pre_hook(_mask_nothing, with_kwargs=True))

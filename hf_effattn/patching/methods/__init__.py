@@ -86,16 +86,16 @@ def methods_for(method: str, kinds: Iterable[bool], **settings: Any) -> dict[boo
     Raises:
         ValueError, TypeError: as `make_method`, where the settings fit no kind.
     """
-    found: dict[bool, Method] = {}
+    methods: dict[bool, Method] = {}
     errors: list[ValueError | TypeError] = []
     for causal in sorted(kinds):
         try:
-            found[causal] = make_method(**{"method": method, "causal": causal, **settings})
+            methods[causal] = make_method(**{"method": method, "causal": causal, **settings})
         except (ValueError, TypeError) as error:
             errors.append(error)
-    if not found:
+    if not methods:
         raise next((error for error in errors if not isinstance(error, UnknownSettingError)), errors[0])
-    fitting = {causal: one for causal, one in found.items() if one.causal in (None, causal)}
+    fitting = {causal: found for causal, found in methods.items() if found.causal in (None, causal)}
     if not fitting:
         raise ValueError(other_kind(causal=not settings["causal"]))
     return fitting
@@ -119,6 +119,6 @@ def _unknown_setting(method: str, name: str, causal: bool) -> str:
     kind, other = ("decoders", "encoders") if causal else ("encoders", "decoders")
     if name not in setting_names(method, causal=not causal):
         return f"{method!r} has no setting {name!r}{closest(name, names)}; its settings are {quoted(names)}"
-    own = [one for one in names if one not in setting_names(method, causal=not causal)]
+    only_here = [setting for setting in names if setting not in setting_names(method, causal=not causal)]
     said = f"{method!r} has no setting {name!r} in {kind}, only in {other}; {kind} have"
-    return f"{said} {quoted(own or names)}"
+    return f"{said} {quoted(only_here or names)}"

@@ -14,6 +14,7 @@ from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, fields, replace
 from difflib import get_close_matches
+from functools import partial
 from numbers import Real
 from typing import Any, ClassVar
 
@@ -25,7 +26,7 @@ from ...ops.shared.graphs import is_exported_to_onnx, is_traced
 from ..exact.reference import exact_attention, exact_weights, visible_keys
 from ..model_types.stacks import Stack
 from ..position_rows import PositionTerms
-from ..tolerance import ON_EXCESS, Attended
+from ..tolerance import ON_EXCESS, MethodOutput
 from ..traced_lengths import hold_choice
 from .crossover import crossover_length
 
@@ -36,7 +37,7 @@ LARGEST_COUNT = 2**31 - 1  # of tokens, clusters, ...: the ops take integers of 
 
 @dataclass(kw_only=True)
 class Options:
-    """What a call of attention asks for beside its queries, keys and values.
+    """The arguments of a call of attention, except queries, keys and values.
 
     Args:
         key_mask (`torch.BoolTensor`, *optional*): `(B, N)`, True = attend; it masks the same rows of the queries.
@@ -115,36 +116,47 @@ class Method(ABC):
             trained = "is trained as it is and " if self.needs_fine_tuning else ""
             raise ValueError(f'"{self.method}" {trained}approximates nothing: it takes no tolerance; leave it out')
 
-    def is_exact(self, query_length: int, key_length: int, device_type: str, *, causal: bool = False) -> bool:
-        """Whether exact attention runs instead: the input is short, so the method would save nothing."""
-        shortest = self.shortest_length(device_type, causal=causal)
-        return shortest is None or query_length < shortest
+    def is_exact(self, length: int, device_type: str) -> bool:
+        """Whether exact attention runs instead on so many tokens, because the method would save nothing."""
+        shortest = self.shortest_length(device_type)
+        return shortest is None or length < shortest or self.counts_reach(length)
 
-    def shortest_length(self, device_type: str, *, causal: bool = False) -> int | None:
+    def counts_reach(self, length: int) -> bool:
+        """Whether there is nothing to approximate in so many tokens, because one of the counts reaches them."""
+        return any(getattr(self, name) >= length for name in self.price)
+
+    def why_exact(self, length: int, device_type: str) -> str | None:
+        """Why exact attention runs on so many tokens; None where it does not.
+
+        Returns:
+            `str`, *optional*: `"settings"` (there is nothing to approximate) or `"min_length"` (the method can be
+            forced, as a report does).
+        """
+        if self.counts_reach(length):
+            return "settings"
+        return "min_length" if self.is_exact(length, device_type) else None
+
+    def shortest_length(self, device_type: str) -> int | None:
         """The number of tokens from which the method runs on this kind of device ("cpu", "cuda", ...); None: never."""
         if self.min_length is not None:
             return self.min_length
         price = {name: getattr(self, name) for name in self.price}
         return crossover_length(self.method, price, device_type, causal=bool(self.causal))
 
-    def chooses_exact(self, length: int, device_type: str, *, causal: bool = False) -> bool:
+    def chooses_exact(self, length: int, device_type: str) -> bool:
         """What `is_exact` says of so many tokens; a traced graph raises at lengths of which it says otherwise."""
-
-        def is_exact(tokens: int) -> bool:
-            return self.is_exact(tokens, tokens, device_type, causal=causal)
-
         if is_traced() and not is_exported_to_onnx():
-            hold_choice(length, is_exact, self.shortest_length(device_type, causal=causal))
-        return is_exact(length)
+            hold_choice(length, partial(self.is_exact, device_type=device_type), self.shortest_length(device_type))
+        return self.is_exact(length, device_type)
 
-    def run(self, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, **asked: Any) -> torch.Tensor:
+    def run(self, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, **arguments: Any) -> torch.Tensor:
         """Self-attention by the method, its clustering included; exact attention where the method would save nothing.
 
         Args:
             query (`torch.Tensor`): `(B, H, N, D)`, any strides.
             key (`torch.Tensor`): `(B, H, N, D)`, any strides.
             value (`torch.Tensor`): `(B, H, N, Dv)`, any strides.
-            asked: fields of `Options`.
+            arguments: fields of `Options`.
 
         Returns:
             `torch.Tensor`: `(B, H, N, Dv)`. Masked rows are 0 where the method ran.
@@ -153,9 +165,9 @@ class Method(ABC):
             ValueError: more queries than keys or fewer, sizes that do not fit together.
             TypeError: a mask that is not boolean.
         """
-        options = Options(**asked)
+        options = Options(**arguments)
         N, M = query.shape[2], key.shape[2]
-        if self.is_exact(N, M, query.device.type, causal=options.causal):
+        if self.is_exact(min(N, M), query.device.type):
             return attend_exactly(query, key, value, options)
         check_no_onnx(self.instead_of_onnx)
         if options.causal:
@@ -171,7 +183,7 @@ class Method(ABC):
         if self.tolerance is None or options.dropout_p > 0:
             return result
         learns = options.training or (options.module is not None and options.module.training)
-        # A graph cannot wait for what is measured, and earlier tokens must not learn of later ones.
+        # A graph cannot wait for what is measured, and a decoder's earlier tokens must not depend on later ones.
         captured = torch.compiler.is_compiling() or (query.is_cuda and torch.cuda.is_current_stream_capturing())
         decides = not (learns or captured or (options.causal and not options.prompt))
         if is_traced():
@@ -183,12 +195,12 @@ class Method(ABC):
             return result
         heads = self.approximated_heads(query.shape[1] // key.shape[1])
         given = query, key, value, options.key_mask, options.scale, options.causal, result
-        attended = Attended(*given, heads, options.sinks)
+        attended = MethodOutput(*given, heads, options.sinks)
         return attended.checked(self.tolerance, self.on_excess if decides else None, options.module)
 
     @property
     def instead_of_onnx(self) -> str:
-        """What to do where a graph of ONNX was asked for, which has no such op."""
+        """What to do instead of exporting to ONNX, which has no such op, for messages."""
         if self.needs_fine_tuning:
             return f'use torch.export or torch.compile; what was trained with "{self.method}" has no exact model'
         return "call unpatch_attention(model) and export the exact model, or use torch.export or torch.compile"
@@ -198,7 +210,7 @@ class Method(ABC):
         return None
 
     def weights(
-        self, query: torch.Tensor, key: torch.Tensor, *, columns: slice = slice(None), **asked: Any
+        self, query: torch.Tensor, key: torch.Tensor, *, columns: slice = slice(None), **arguments: Any
     ) -> torch.Tensor:
         """The attention weights of `run` before dropout, `(B, H, N, M)`; `columns`: on these keys alone.
 
@@ -206,14 +218,14 @@ class Method(ABC):
             ValueError: the settings compute no such weights.
         """
         N, M = query.shape[2], key.shape[2]
-        options = Options(**asked)
-        if self.is_exact(N, M, query.device.type, causal=options.causal):
+        options = Options(**arguments)
+        if self.is_exact(min(N, M), query.device.type):
             mask = visible_keys(options.key_mask, N, causal=options.causal)
-            found = exact_weights(query, key, mask, options.scale, causal=options.causal, sinks=options.sinks)
-            return found[..., columns]
-        # The groups are the same each time, by their seed; what a tolerance corrects is the caller's to know.
+            exact = exact_weights(query, key, mask, options.scale, causal=options.causal, sinks=options.sinks)
+            return exact[..., columns]
+        # The seed makes the groups the same each time. What a tolerance corrects is added by the caller.
         method = self if self.tolerance is None else replace(self, tolerance=None)
-        return self.implied_weights(query, key, lambda values: method.run(query, key, values, **asked), columns)
+        return self.implied_weights(query, key, lambda values: method.run(query, key, values, **arguments), columns)
 
     def implied_weights(
         self,
@@ -345,10 +357,6 @@ class Method(ABC):
         """What the module of these layers runs; None where it stays exact."""
         return self
 
-    def of_head(self, layer: int, head: int, num_heads: int) -> "Method | None":
-        """What a query head of a layer runs; None where it stays exact."""
-        return self
-
     @property
     def label_parts(self) -> dict[str, Any]:
         """What a short name says beside the settings."""
@@ -356,11 +364,11 @@ class Method(ABC):
 
     def to_dict(self) -> dict[str, Any]:
         """The settings as JSON values, and `"causal"` where a decoder's; without a tolerance nothing of it."""
-        found = {"causal": True} if self.causal else {}
-        found |= {one.name: getattr(self, one.name) for one in fields(self)}
+        settings = {"causal": True} if self.causal else {}
+        settings |= {setting.name: getattr(self, setting.name) for setting in fields(self)}
         if self.tolerance is None:
-            del found["tolerance"], found["on_excess"]
-        return found
+            del settings["tolerance"], settings["on_excess"]
+        return settings
 
     def _check_number(self, name: str) -> None:
         """Store the field as a plain float where it is not None, or raise."""

@@ -13,7 +13,7 @@ from ...ops.causal_clustered_attention import DEFAULT_SEGMENT_LENGTH, DEFAULT_WI
 from ...ops.cluster_queries import LARGEST_SEED
 from .base import Groups, Method, Options
 
-# Of Lloyd's algorithm: the op runs no second one.
+# The most rounds of Lloyd's algorithm that the op runs.
 MOST_ITERATIONS = 1
 
 
@@ -63,13 +63,13 @@ class CausalMethod(Method):
         if not isinstance(self.check_finite, bool):
             raise TypeError(f"check_finite must be True or False, got {self.check_finite!r}")
 
-    def is_exact(self, query_length: int, key_length: int, device_type: str, *, causal: bool = True) -> bool:
-        last_segment = (query_length - 1) // self.segment_length * self.segment_length
-        return last_segment <= self.window or super().is_exact(query_length, key_length, device_type, causal=causal)
+    def counts_reach(self, length: int) -> bool:
+        last_segment = (length - 1) // self.segment_length * self.segment_length
+        return last_segment <= self.window or super().counts_reach(length)
 
     @property
     def of_older_keys(self) -> dict[str, Any]:
-        """How the op attends to the keys before the window."""
+        """The op's arguments for the keys before the window."""
         raise NotImplementedError
 
     def attend(
@@ -119,10 +119,6 @@ class CausalClustered(CausalMethod):
 
     clusters: int = 100
 
-    def is_exact(self, query_length: int, key_length: int, device_type: str, *, causal: bool = True) -> bool:
-        too_many = self.clusters >= query_length
-        return too_many or super().is_exact(query_length, key_length, device_type, causal=causal)
-
     @property
     def of_older_keys(self) -> dict[str, Any]:
         return {"clusters": self.clusters}
@@ -147,10 +143,6 @@ class CausalImprovedClustered(CausalClustered):
     }
 
     exact_keys: int = 192
-
-    def is_exact(self, query_length: int, key_length: int, device_type: str, *, causal: bool = True) -> bool:
-        too_many = self.exact_keys >= key_length
-        return too_many or super().is_exact(query_length, key_length, device_type, causal=causal)
 
     @property
     def of_older_keys(self) -> dict[str, Any]:
@@ -193,10 +185,6 @@ class CausalBiClustered(CausalMethod):
     def __post_init__(self) -> None:
         super().__post_init__()
         self._check_number("max_predicted_error")
-
-    def is_exact(self, query_length: int, key_length: int, device_type: str, *, causal: bool = True) -> bool:
-        too_many = self.exact_keys >= key_length
-        return too_many or super().is_exact(query_length, key_length, device_type, causal=causal)
 
     @property
     def of_older_keys(self) -> dict[str, Any]:

@@ -30,7 +30,7 @@ from .base import Groups, Method, Options
 
 CLUSTERINGS = ("kmeans", "lsh")
 METRICS = ("keys", "queries")
-# Of Lloyd's algorithm on the keys, at most: a third round saves no error that its time would not save elsewhere.
+# The most rounds of Lloyd's algorithm on keys. The time of a third round lowers the error more if spent elsewhere.
 KEY_ITERATIONS = 2
 
 
@@ -88,10 +88,6 @@ class Clustered(Method):
         self._check_choice("metric", METRICS)
         if not isinstance(self.check_finite, bool):
             raise TypeError(f"check_finite must be True or False, got {self.check_finite!r}")
-
-    def is_exact(self, query_length: int, key_length: int, device_type: str, *, causal: bool = False) -> bool:
-        too_many = self.clusters >= query_length
-        return too_many or super().is_exact(query_length, key_length, device_type, causal=causal)
 
     @property
     def fitted_queries(self) -> int:
@@ -172,9 +168,6 @@ class ImprovedClustered(Clustered):
         super().__post_init__()
         self._check_int("topk", minimum=1)
 
-    def is_exact(self, query_length: int, key_length: int, device_type: str, *, causal: bool = False) -> bool:
-        return self.topk >= key_length or super().is_exact(query_length, key_length, device_type, causal=causal)
-
     @property
     def op(self) -> Callable[..., torch.Tensor]:
         return partial(improved_clustered_attention, topk=self.topk)
@@ -199,7 +192,7 @@ class BiClustered(ImprovedClustered):
     summary: ClassVar[str] = (
         "each query uses a few keys exactly, and all other keys by the first order of clusters of keys"
     )
-    # Its error falls with the square of a cluster's radius, which a fit on few queries of each does not find.
+    # Its error falls with the square of a cluster's radius, which needs enough queries per cluster to be fitted.
     fit_per_cluster: ClassVar[int] = 64
     price: ClassVar[tuple[str, ...]] = ("clusters", "topk", "key_clusters")
     purpose: ClassVar[dict[str, str]] = {
@@ -219,10 +212,6 @@ class BiClustered(ImprovedClustered):
         super().__post_init__()
         self._check_int("key_clusters", minimum=1)
         self._check_number("max_predicted_error")
-
-    def is_exact(self, query_length: int, key_length: int, device_type: str, *, causal: bool = False) -> bool:
-        own_clusters = self.key_clusters >= key_length
-        return own_clusters or super().is_exact(query_length, key_length, device_type, causal=causal)
 
     @property
     def op(self) -> Callable[..., torch.Tensor]:
@@ -289,7 +278,7 @@ class BiClustered(ImprovedClustered):
     def exact_heads(
         self, query: torch.Tensor, key: torch.Tensor, key_mask: torch.Tensor | None, scale: float | None = None
     ) -> list[int]:
-        if self.max_predicted_error is None or self.is_exact(query.shape[2], key.shape[2], query.device.type):
+        if self.max_predicted_error is None or self.is_exact(query.shape[2], query.device.type):
             return []
         exact = self.group(query, key, key_mask, scale)[2].any(dim=0)  # (key/value heads,)
         return exact.repeat_interleave(query.shape[1] // key.shape[1]).nonzero()[:, 0].tolist()

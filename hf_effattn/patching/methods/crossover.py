@@ -9,8 +9,8 @@ from typing import Any
 _MEASURED = json.loads(files(__package__).joinpath("crossover.json").read_text())
 CROSSOVER: dict[str, list[dict[str, Any]]] = _MEASURED["min_length"]
 CAUSAL_CROSSOVER: dict[str, list[dict[str, Any]]] = _MEASURED["causal_min_length"]
-# Of the longest length measured anywhere, for a kind of device that has none of its own: an assumption, and a cautious
-# one. An H200 begins 4 to 13 times as late as a CPU, by kernels that other accelerators lack.
+# A kind of device that was not measured is taken to start at this many times the longest length of those that were. It
+# is a cautious guess: an H200 starts 4 to 13 times as late as a CPU, with kernels that other accelerators lack.
 UNMEASURED = 4
 
 
@@ -40,7 +40,7 @@ def crossover_length(method: str, price: Mapping[str, int], device_type: str, *,
 
 
 def why_never(method: str, device_type: str) -> str:
-    """What to tell those whose causal model runs exact attention for want of a length."""
+    """Why a decoder runs exact attention at every length on a kind of device, for messages."""
     return (
         f'on "{device_type}" exact attention runs at every length: where the future is masked "{method}" has been '
         "timed on CPUs only since it has kernels. To force it pass min_length=0 or a number of tokens"
@@ -48,7 +48,7 @@ def why_never(method: str, device_type: str) -> str:
 
 
 def _promised(measured: list[dict[str, Any]], method: str, price: Mapping[str, int]) -> int:
-    """The least of what the measured settings promise for these: each as it is, or times what its price has grown."""
+    """The shortest length that a row promises for these counts: its own, times the growth of its largest count."""
     rows = [row for row in measured if row["method"] == method]
     if not rows:
         raise ValueError(

@@ -24,16 +24,13 @@ class Exact(Method):
     summary: ClassVar[str] = "approximates nothing; of windows and biases only what is needed is computed"
     stays_exact: ClassVar[bool] = True
 
-    def is_exact(self, query_length: int, key_length: int, device_type: str, *, causal: bool = False) -> bool:
+    def counts_reach(self, length: int) -> bool:
         return True
 
-    def shortest_length(self, device_type: str, *, causal: bool = False) -> int | None:
+    def shortest_length(self, device_type: str) -> int | None:
         return None
 
     def for_layers(self, layers: Sequence[int]) -> None:
-        return None
-
-    def of_head(self, layer: int, head: int, num_heads: int) -> None:
         return None
 
     def attend(

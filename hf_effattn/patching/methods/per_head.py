@@ -17,13 +17,13 @@ from ...ops.derivatives import learns
 from ...ops.shared.graphs import in_a_graph
 from ...ops.shared.head_threads import for_every_chunk, heads_of_threads
 from ..exact.reference import causal_rows
-from ..model_types.stacks import Stack, sees_both_ways
+from ..model_types.stacks import Stack, is_bidirectional
 from .base import Groups, Method, Options, attend_exactly
 from .clustered import BiClustered
 
-# What a head costs at any settings, beside what each of their counts does.
+# What a head costs in addition to its counts, in the unit of those: one cluster costs 1.
 COST_OF_A_HEAD = 160
-COST_OF_CLUSTERING = 16  # of the points of a head: as many clusters more take as long
+COST_OF_CLUSTERING = 16  # what clustering a head's queries, or keys, costs in addition to its clusters
 Share = tuple[Method | None, list[int]]  # settings, None for exact attention, and the key/value heads that have them
 Shares = list[Share]  # named, as torch.compile evaluates the annotations of inner functions and knows no `list[...]`
 
@@ -75,32 +75,37 @@ class PerHead(Method):
         if self.calibration is not None and not isinstance(self.calibration, Mapping):
             raise TypeError(f"calibration must be a dict or None, got {self.calibration!r}")
 
-    def _candidate(self, one: Any) -> Method:
+    def _candidate(self, method: Any) -> Method:
         """A candidate as a method; `min_length`, where the heads share one, is the candidate's too."""
         from . import make_method
 
-        if isinstance(one, Mapping) and "method" in one:
-            one = make_method(**{"causal": self.causal, **one})
-        if not isinstance(one, Method):
-            raise TypeError(f'a candidate must be a method or a dict {{"method": name, **settings}}, got {one!r}')
-        if one.needs_fine_tuning or one.stays_exact or isinstance(one, PerHead) or one.tolerance is not None:
+        if isinstance(method, Mapping) and "method" in method:
+            method = make_method(**{"causal": self.causal, **method})
+        if not isinstance(method, Method):
+            raise TypeError(f'a candidate must be a method or a dict {{"method": name, **settings}}, got {method!r}')
+        if (
+            method.needs_fine_tuning
+            or method.stays_exact
+            or isinstance(method, PerHead)
+            or method.tolerance is not None
+        ):
             raise ValueError(
-                f'"{one.method}"{"" if one.tolerance is None else " with a tolerance"} cannot be a candidate: '
+                f'"{method.method}"{"" if method.tolerance is None else " with a tolerance"} cannot be a candidate: '
                 "candidates are approximations, and the tolerance is that of all heads"
             )
-        if one.causal != self.causal:
+        if method.causal != self.causal:
             kinds = ("an encoder", "a decoder")
             raise ValueError(
-                f"a candidate has the settings of {kinds[bool(one.causal)]}, and the heads are those of "
+                f"a candidate has the settings of {kinds[bool(method.causal)]}, and the heads are those of "
                 f"{kinds[bool(self.causal)]}: give candidates for it"
             )
-        return one if self.min_length is None else replace(one, min_length=self.min_length)
+        return method if self.min_length is None else replace(method, min_length=self.min_length)
 
     @property
     def label_parts(self) -> dict[str, Any]:
         """What names these settings beside the method."""
-        asked = (self.calibration or {}).get("max_error")
-        return {"candidates": len(self.candidates)} | ({} if asked is None else {"max_error": asked})
+        max_error = (self.calibration or {}).get("max_error")
+        return {"candidates": len(self.candidates)} | ({} if max_error is None else {"max_error": max_error})
 
     def to_dict(self) -> dict[str, Any]:
         candidates = [{"method": candidate.method, **candidate.to_dict()} for candidate in self.candidates]
@@ -119,13 +124,13 @@ class PerHead(Method):
         return None if min(row) == len(self.candidates) else replace(self, heads=(row,))
 
     def _differences(self, stack: Stack) -> str:
-        """What tells the model that the settings were made for from a stack; empty where nothing does."""
-        this = {"both_ways": False} | described(stack)
+        """How the model that the settings were made for differs from a stack, in words; empty where it does not."""
+        this = {"bidirectional": False} | described(stack)
         made_for = {"layers": len(self.heads), "key_heads": len(self.heads[0]) if self.heads else 0}
         model = (self.calibration or {}).get("model")
-        made_for = ({"both_ways": False} | model if model else {}) | made_for
-        other = [name for name in this if name in made_for and made_for[name] != this[name]]
-        return ", ".join(f"{name} {made_for[name]!r} and not {this[name]!r}" for name in other)
+        made_for = ({"bidirectional": False} | model if model else {}) | made_for
+        different = [name for name in this if name in made_for and made_for[name] != this[name]]
+        return ", ".join(f"{name} {made_for[name]!r} and not {this[name]!r}" for name in different)
 
     def is_for(self, stack: Stack) -> bool:
         return not self._differences(stack)
@@ -142,13 +147,14 @@ class PerHead(Method):
         for candidate in self.candidates:
             candidate.check_stack(stack)
 
-    def is_exact(self, query_length: int, key_length: int, device_type: str, *, causal: bool = False) -> bool:
-        return all(
-            candidate.is_exact(query_length, key_length, device_type, causal=causal) for candidate in self._used()
-        )
+    def is_exact(self, length: int, device_type: str) -> bool:
+        return all(candidate.is_exact(length, device_type) for candidate in self._used())
 
-    def shortest_length(self, device_type: str, *, causal: bool = False) -> int | None:
-        lengths = [candidate.shortest_length(device_type, causal=causal) for candidate in self._used()]
+    def counts_reach(self, length: int) -> bool:
+        return all(candidate.counts_reach(length) for candidate in self._used())
+
+    def shortest_length(self, device_type: str) -> int | None:
+        lengths = [candidate.shortest_length(device_type) for candidate in self._used()]
         if not lengths:
             return self.min_length or 0
         return min((length for length in lengths if length is not None), default=None)
@@ -160,17 +166,17 @@ class PerHead(Method):
     def exact_heads(
         self, query: torch.Tensor, key: torch.Tensor, key_mask: torch.Tensor | None, scale: float | None = None
     ) -> list[int]:
-        if self.is_exact(query.shape[2], key.shape[2], query.device.type):
+        if self.is_exact(query.shape[2], query.device.type):
             return []
-        found: list[int] = []
+        exact: list[int] = []
         group = query.shape[1] // key.shape[1]
         for candidate, heads in self._shares(key):
-            of_queries = _query_heads(heads, group)
-            inside = list(range(len(of_queries)))
+            query_heads = _query_heads(heads, group)
+            inside = list(range(len(query_heads)))
             if candidate is not None:
-                inside = candidate.exact_heads(query[:, of_queries], key[:, heads], key_mask, scale)
-            found += [of_queries[place] for place in inside]
-        return sorted(found)
+                inside = candidate.exact_heads(query[:, query_heads], key[:, heads], key_mask, scale)
+            exact += [query_heads[place] for place in inside]
+        return sorted(exact)
 
     def approximated_heads(self, group: int) -> list[int] | None:
         (row,) = self.heads
@@ -178,13 +184,8 @@ class PerHead(Method):
             return None
         return _query_heads([head for head, index in enumerate(row) if index < len(self.candidates)], group)
 
-    def of_head(self, layer: int, head: int, num_heads: int) -> Method | None:
-        row = self.heads[layer]
-        index = row[head * len(row) // num_heads]
-        return None if index == len(self.candidates) else self.candidates[index]
-
     def _shares(self, key: torch.Tensor) -> list[Share]:
-        """The candidates in use with their key/value heads, the dearest first; None: exact."""
+        """The candidates in use with their key/value heads, the slowest first; None stands for exact attention."""
         (row,) = self.heads
         if len(row) != key.shape[1]:
             raise ValueError(f"the settings are for {len(row)} key/value heads, and the attention has {key.shape[1]}")
@@ -196,7 +197,7 @@ class PerHead(Method):
         return [(candidate, heads) for candidate, heads in reversed(shares) if heads]
 
     def _shares_of(self, query: torch.Tensor, key: torch.Tensor) -> list[Share]:
-        """The same for these inputs, for which some of the candidates may be exact."""
+        """The shares for these inputs, on which some of the candidates may be exact."""
         N, device_type = query.shape[2], query.device.type
         exact: list[int] = []
         shares: list[Share] = []
@@ -212,7 +213,7 @@ class PerHead(Method):
     ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
         """Labels of all queries and keys, `(B, heads, N)`, and which heads are exact, `(B, key/value heads)`.
 
-        0 where a head's candidate groups none.
+        Labels are 0 in heads whose candidate makes none.
         """
         labels = query.new_zeros(query.shape[:3], dtype=torch.int64)
         key_labels = key.new_zeros(key.shape[:3], dtype=torch.int64)
@@ -224,20 +225,20 @@ class PerHead(Method):
             if candidate is None:
                 exact_heads[:, heads] = True
                 return
-            of_queries = _query_heads(heads, group)
-            inputs = _heads(query, of_queries), _heads(key, heads)
-            own, *of_keys = candidate.group(*inputs, options.key_mask, options.scale)
-            _store(labels, of_queries, own)
-            for store, found in zip((key_labels, exact_heads), of_keys, strict=False):
-                _store(store, heads, found)
+            query_heads = _query_heads(heads, group)
+            inputs = _heads(query, query_heads), _heads(key, heads)
+            query_labels, *key_groups = candidate.group(*inputs, options.key_mask, options.scale)
+            _store(labels, query_heads, query_labels)
+            for store, groups in zip((key_labels, exact_heads), key_groups, strict=False):
+                _store(store, heads, groups)
 
-        def group_shares(own: Shares) -> None:
-            for share in own:
+        def group_shares(run: Shares) -> None:
+            for share in run:
                 group_share(share)
 
         alike: dict[Method | None, list[int]] = {}
         for candidate, heads in shares:
-            # How many keys are exact does not change how queries and keys are grouped.
+            # The number of exact keys changes no label, so candidates that differ in it alone are grouped together.
             alike.setdefault(
                 replace(candidate, topk=1) if isinstance(candidate, BiClustered) else candidate, []
             ).extend(heads)
@@ -251,7 +252,7 @@ class PerHead(Method):
     def attend(
         self, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, options: Options, groups: Groups = ()
     ) -> torch.Tensor:
-        """Every candidate on its heads; training on a CPU, `"bi-clustered"` and exact ones in one call."""
+        """Run every candidate on its heads; in training on a CPU all bi-clustered and exact heads in one call."""
         group, shares = query.shape[1] // key.shape[1], self._shares_of(query, key)
         if _in_parts(options, query, key, value):
             return self._attend_in_parts(query, key, value, options, shares)
@@ -263,8 +264,8 @@ class PerHead(Method):
         if one_call:
             candidates = {head: candidate for candidate, heads in one_call for head in heads}
             heads = sorted(candidates)
-            of_queries = _query_heads(heads, group)
-            # An exact head's counts are not looked at.
+            query_heads = _query_heads(heads, group)
+            # The counts of an exact head are not read.
             clusters, topk, key_clusters = (
                 [getattr(candidates[head], name, 1) for head in heads] for name in ("clusters", "topk", "key_clusters")
             )
@@ -273,10 +274,10 @@ class PerHead(Method):
                 for candidate in candidates.values()
             )
             output = bi_clustered_attention(
-                _heads(query, of_queries),
+                _heads(query, query_heads),
                 _heads(key, heads),
                 _heads(value, heads),
-                _heads(labels, of_queries),
+                _heads(labels, query_heads),
                 _heads(key_labels, heads),
                 clusters=clusters,
                 key_clusters=key_clusters,
@@ -287,15 +288,15 @@ class PerHead(Method):
                 scale=options.scale,
                 dropout_p=options.dropout_p,
             )
-            outputs.append((of_queries, output))
+            outputs.append((query_heads, output))
         for candidate, heads in (share for share in shares if share not in one_call):
-            of_queries = _query_heads(heads, group)
-            inputs = _heads(query, of_queries), _heads(key, heads), _heads(value, heads)
+            query_heads = _query_heads(heads, group)
+            inputs = _heads(query, query_heads), _heads(key, heads), _heads(value, heads)
             if candidate is None:
                 output = _attend_exactly(*inputs, options)
             else:
-                output = candidate.attend(*inputs, options, (_heads(labels, of_queries),))
-            outputs.append((of_queries, output))
+                output = candidate.attend(*inputs, options, (_heads(labels, query_heads),))
+            outputs.append((query_heads, output))
         return _joined(outputs)
 
     def attend_causal(
@@ -305,30 +306,30 @@ class PerHead(Method):
         shares = self._shares(key)
         if _in_parts(options, query, key, value):
             return self._attend_in_parts(query, key, value, options, shares)
-        of_keys = [heads for _, heads in shares]
-        of_queries = [_query_heads(heads, query.shape[1] // key.shape[1]) for heads in of_keys]
-        inputs = zip(_split(query, of_queries), _split(key, of_keys), _split(value, of_keys), strict=True)
+        key_heads = [heads for _, heads in shares]
+        query_heads = [_query_heads(heads, query.shape[1] // key.shape[1]) for heads in key_heads]
+        inputs = zip(_split(query, query_heads), _split(key, key_heads), _split(value, key_heads), strict=True)
         outputs = [
-            (heads, _attend(candidate, *own, _options_of(heads, options)))
-            for (candidate, _), heads, own in zip(shares, of_queries, inputs, strict=True)
+            (heads, _attend(candidate, *tensors, _options_of(heads, options)))
+            for (candidate, _), heads, tensors in zip(shares, query_heads, inputs, strict=True)
         ]
         return _joined(outputs)
 
     def _attend_in_parts(
         self, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, options: Options, shares: list[Share]
     ) -> torch.Tensor:
-        """A part of a share per thread at a time, its grouping included."""
+        """Let every thread take a part of a share at a time, and group and attend in it."""
         output = query.new_empty(*query.shape[:3], value.shape[3])
         group, N = query.shape[1] // key.shape[1], query.shape[2]
 
         def attend_part(part: tuple[Share, slice]) -> None:
             (candidate, heads), rows = part
-            of_queries = _query_heads(heads, group)
-            inputs = _heads(query, of_queries), _heads(key, heads), _heads(value, heads)
-            found = _attend(candidate, *inputs, _options_of(of_queries, options), rows)
-            _store(output[:, :, rows], of_queries, found)
+            query_heads = _query_heads(heads, group)
+            inputs = _heads(query, query_heads), _heads(key, heads), _heads(value, heads)
+            part_output = _attend(candidate, *inputs, _options_of(query_heads, options), rows)
+            _store(output[:, :, rows], query_heads, part_output)
 
-        # An exact head takes as long as all others together: its queries are divided, not the heads.
+        # An exact head takes as long as all others together, so threads divide its queries and not the heads.
         runs = heads_of_threads(N, query.device)
         if options.causal:
             runs = _causal_runs(runs) if options.key_mask is None and key.shape[3] == value.shape[3] else runs[:0]
@@ -354,7 +355,7 @@ _NOTHING = (
 )
 
 
-# Of keys and values where their number is another, and as configs of image models have it.
+# The names of the number of key/value heads in configs; the last is that of image models.
 _HEADS = ("num_key_value_heads", "num_attention_heads", "num_heads")
 
 
@@ -369,17 +370,17 @@ def described(stack: Stack) -> dict[str, Any]:
     ]
     layers = stack.depth
     without_attention = sorted(set(range(layers)) - {layer for served in stack.layers for layer in served})
-    of_layer = config
+    layer_config = config
     if getattr(config, "is_heterogeneous", False):  # windowed layers may have other numbers of heads
-        of_layer = config.per_layer_config[min(set(range(layers)) - set(windowed), default=0)]
+        layer_config = config.per_layer_config[min(set(range(layers)) - set(windowed), default=0)]
     return {
         "model_type": config.model_type,
         "layers": layers,
-        "key_heads": next((heads for name in _HEADS if (heads := getattr(of_layer, name, None))), None),
+        "key_heads": next((heads for name in _HEADS if (heads := getattr(layer_config, name, None))), None),
         "hidden_size": getattr(config, "hidden_size", None),
         "windowed_layers": windowed,
         **({"layers_without_attention": without_attention} if without_attention else {}),
-        **({"both_ways": True} if sees_both_ways(config) else {}),
+        **({"bidirectional": True} if is_bidirectional(config) else {}),
     }
 
 
@@ -398,7 +399,7 @@ def _attend_exactly(
 
 
 def _causal_runs(runs: Sequence[slice]) -> list[slice]:
-    """As many runs of queries, which take equally long where none sees a later key."""
+    """As many runs of queries, which take equally long under a causal mask."""
     length, count = runs[-1].stop, len(runs)
     edges = [round(length * (index / count) ** 0.5) for index in range(count + 1)]
     return [slice(*edge) for edge in pairwise(edges) if edge[0] < edge[1]]
@@ -433,13 +434,13 @@ def _in_parts(options: Options, *tensors: torch.Tensor) -> bool:
 
 
 def _of_threads(shares: Sequence[Share], device: torch.device) -> list[Share]:
-    """In as many parts each as there are threads, the dearest first, so that none waits long for the last."""
+    """The shares, each divided into a part for every thread; the slowest first, so that no thread waits long."""
     parts = [(candidate, heads[part]) for candidate, heads in shares for part in heads_of_threads(len(heads), device)]
     return sorted(parts, key=_cost, reverse=True)
 
 
 def _cost(share: Share) -> float:
-    """Of a part beside others, measured at 8,192 tokens."""
+    """The time of a part compared with others, measured at 8,192 tokens."""
     candidate, heads = share
     if candidate is None:
         return math.inf
@@ -449,18 +450,18 @@ def _cost(share: Share) -> float:
 def _runs_of_threads(shares: Sequence[Share], device: torch.device) -> list[list[Share]]:
     """Shares for every thread that are grouped in about the same time.
 
-    The heads stand in a row, cut as often as there are further threads: each part of a share walks all the small steps
-    of its clusterings, which take as long as the arithmetic of some heads.
+    The heads stand in a row that is cut between threads. It is cut as seldom as possible, because each part of a share
+    repeats the small steps of its clustering, which take as long as the arithmetic of some heads.
     """
     row = [(candidate, head) for candidate, heads in shares for head in heads]
     ends = list(accumulate(_grouping_cost(candidate) for candidate, _ in row))
     runs = []
     for part in heads_of_threads(ends[-1], device):
-        own: dict[Method | None, list[int]] = {}
+        run: dict[Method | None, list[int]] = {}
         for (candidate, head), end in zip(row, ends, strict=True):
             if part.start < end - _grouping_cost(candidate) / 2 <= part.stop:
-                own.setdefault(candidate, []).append(head)
-        runs.append(list(own.items()))
+                run.setdefault(candidate, []).append(head)
+        runs.append(list(run.items()))
     return runs
 
 
@@ -475,8 +476,8 @@ def _heads(tensor: torch.Tensor, heads: list[int]) -> torch.Tensor:
     first, end = heads[0], heads[-1] + 1
     if heads == list(range(first, end)):
         return tensor[:, first:end]
-    of_heads = tensor.unbind(1)
-    return torch.stack([of_heads[head] for head in heads], dim=1)
+    each = tensor.unbind(1)
+    return torch.stack([each[head] for head in heads], dim=1)
 
 
 def _split(tensor: torch.Tensor, parts: Sequence[list[int]]) -> list[torch.Tensor]:
@@ -484,8 +485,8 @@ def _split(tensor: torch.Tensor, parts: Sequence[list[int]]) -> list[torch.Tenso
 
     All at once: backwards, each of them taken alone leaves a gradient of all heads, to be added up.
     """
-    of_heads = tensor.unbind(1)
-    return [torch.stack([of_heads[head] for head in heads], dim=1) for heads in parts]
+    each = tensor.unbind(1)
+    return [torch.stack([each[head] for head in heads], dim=1) for heads in parts]
 
 
 def _store(store: torch.Tensor, heads: list[int], values: torch.Tensor) -> None:

@@ -29,8 +29,8 @@ class Stack:
             model's own, but for the old composite models, which give their parts a second copy.
         layers (`tuple[tuple[int, ...], ...]`): for each module the layers it serves (ALBERT's serve several).
         depth (`int`): how many layers it has, those without attention among them.
-        unknown (`dict[int, nn.Module]`): by layer, what stands where others have their self-attention and is none
-            that the table names, or never calls transformers' attention function.
+        unknown (`dict[int, nn.Module]`): by layer, the module that stands where other layers have their
+            self-attention but is not in the table, or never calls transformers' attention function.
         causal (`bool`): whether it masks the future.
         exact (`ExactKind`): which layers stay exact under every method, and what is gained in them.
     """
@@ -59,8 +59,8 @@ _Owner = tuple[PreTrainedModel, list[tuple[nn.Module, _Place]]]
 def model_type_of(module: nn.Module) -> ModelType | None:
     """The entry of the table for a module's config, or for its class where a forward of its own may have no config."""
     entry = MODEL_TYPES.get(getattr(getattr(module, "config", None), "model_type", ""))
-    found = (_OWN_FORWARDS.get(kind.__name__) for kind in type(module).__mro__)
-    return next((own for own in found if own is not None), None) if entry is None else entry
+    entries = (_OWN_FORWARDS.get(kind.__name__) for kind in type(module).__mro__)
+    return next((own for own in entries if own is not None), None) if entry is None else entry
 
 
 def is_self_attention(module: nn.Module) -> bool:
@@ -75,7 +75,7 @@ def is_self_attention(module: nn.Module) -> bool:
         return False
     if entry.causal:  # not the cross-attention of GPT-2
         crosses = getattr(module, "is_cross_attention", False)
-        return not crosses and bool(module.is_causal or sees_both_ways(module.config))
+        return not crosses and bool(module.is_causal or is_bidirectional(module.config))
     return not (entry.has_decoder and getattr(module, "is_decoder", False))
 
 
@@ -97,11 +97,11 @@ def is_served(module: nn.Module) -> bool:
 
 def is_causal(module: nn.Module) -> bool:
     """Whether an attention module masks the future."""
-    return bool(getattr(module, "is_causal", False)) and not sees_both_ways(getattr(module, "config", None))
+    return bool(getattr(module, "is_causal", False)) and not is_bidirectional(getattr(module, "config", None))
 
 
-def sees_both_ways(config: Any) -> bool:
-    """Whether a config makes an encoder of a decoder, as that of EmbeddingGemma does."""
+def is_bidirectional(config: Any) -> bool:
+    """Whether a config makes a decoder attend in both directions, as that of EmbeddingGemma does."""
     entry = MODEL_TYPES.get(getattr(config, "model_type", ""))
     name = "" if entry is None else entry.bidirectional_config_name
     return bool(getattr(config, name, False)) or getattr(config, "is_causal", True) is False
@@ -110,7 +110,7 @@ def sees_both_ways(config: Any) -> bool:
 def hides_the_future(config: Any) -> bool:
     """Whether the self-attention of a model, by its config, is that of a decoder alone."""
     entry = MODEL_TYPES.get(getattr(config, "model_type", ""))
-    return entry is not None and entry.causal and not sees_both_ways(config)
+    return entry is not None and entry.causal and not is_bidirectional(config)
 
 
 def is_window_of_image(module: nn.Module, length: int) -> bool:
@@ -195,7 +195,7 @@ def _stack(model: PreTrainedModel, attending: list[tuple[nn.Module, _Place]]) ->
 
 
 def _unknown_attention(layer: nn.Module, paths: set[str], entry: ModelType) -> list[nn.Module]:
-    """What a layer has where others have their self-attention, but for transformers' own, as in hybrids."""
+    """The modules that stand where other layers have their self-attention; not transformers' own, as in hybrids."""
     modules = dict(layer.named_modules())
     there = [modules[path] for path in sorted(paths) if path in modules]
     return [
@@ -235,7 +235,7 @@ def reserved_rows(positions: LearnedPositions, padding: int | None) -> int:
 
 
 def usual_length(config: Any) -> int | None:
-    """The tokens of a model's usual image, or the most of one whose positions are computed or fixed."""
+    """The tokens of an image of the config's size, or the most tokens that the config names; None without a limit."""
     entry = MODEL_TYPES.get(getattr(config, "model_type", ""))
     if entry is not None and (entry.reads == "video" or getattr(entry.positions, "any_size", False)):
         return None  # the sizes in the config are those of one image of a clip, or no limit

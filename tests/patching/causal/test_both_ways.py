@@ -141,7 +141,7 @@ def test_calibration_and_report_measure_an_encoder(model_type: str) -> None:
     found = hf_effattn.calibrate(model, batch("left"), 5.0, candidates=[settings], min_length=0)
     about = found.settings.calibration
     assert about is not None
-    assert about["model"]["both_ways"]
+    assert about["model"]["bidirectional"]
     assert "bi-clustered clusters=6 topk=8 key_clusters=7" in str(found)
     one_way = make_model(model_type, is_causal=True, use_bidirectional_attention=False)
     with pytest.raises(ValueError, match="in decoders, only in encoders"):

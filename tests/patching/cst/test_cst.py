@@ -151,10 +151,10 @@ def test_converting_again() -> None:
     """Tables are kept for slices of the same sizes, begin anew for others, and go with the method."""
     model = convert(small_model("bert"))
     trained = getattr(model, NAME)
-    convert(model, trained=False, composition="local-global", sinks=True)
+    convert(model, trained=False, composition="local-global", attend_ends=True)
     assert getattr(model, NAME) is trained
     assert model.config.effattn["composition"] == "local-global"
-    assert model.config.effattn["sinks"] is True
+    assert model.config.effattn["attend_ends"] is True
     with pytest.warns(
         UserWarning, match=r"are left out: this conversion has other slices, whose positions begin at 0"
     ):
@@ -268,7 +268,7 @@ def test_attention_weights() -> None:
         ({"extension_ratio": "2"}, TypeError, "extension_ratio must be a number, got str"),
         ({"slice_length": 3, "extension_ratio": 2}, ValueError, "takes 1.5 tokens of each neighbour"),
         ({"composition": "merge"}, ValueError, 'composition must be one of "merged", "local-global".*mean "merged"'),
-        ({"sinks": 1}, TypeError, "sinks must be True, False or None, got 1"),
+        ({"attend_ends": 1}, TypeError, "attend_ends must be True, False or None, got 1"),
         ({"min_length": -1}, ValueError, "min_length must be at least 0"),
         ({"min_length": None}, TypeError, "min_length must be an int, got None"),
         ({"slice_len": 4}, ValueError, "'cst' has no setting 'slice_len' .did you mean \"slice_length\""),

@@ -37,11 +37,11 @@ def test_no_logit_sees_a_later_token(ratio: int, composition: str, dtype: torch.
 
 
 @each_ratio
-@pytest.mark.parametrize("sinks", [False, True])
+@pytest.mark.parametrize("attend_ends", [False, True])
 @pytest.mark.parametrize("cache", ["dynamic", "static"])
 @torch.no_grad()
-def test_steps_and_chunks_over_a_cache_equal_the_whole(cache: str, sinks: bool, ratio: int) -> None:
-    model = convert(small_model("gpt2").double(), extension_ratio=ratio, sinks=sinks)
+def test_steps_and_chunks_over_a_cache_equal_the_whole(cache: str, attend_ends: bool, ratio: int) -> None:
+    model = convert(small_model("gpt2").double(), extension_ratio=ratio, attend_ends=attend_ends)
     ids, mask = tokens(), padded(LENGTH)
     positions = (mask.cumsum(1) - 1).clamp(min=0)
     whole = model(ids, attention_mask=mask, position_ids=positions).logits

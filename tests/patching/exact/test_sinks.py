@@ -250,7 +250,7 @@ def test_calibration_and_reports_compare_with_sinks() -> None:
         assert one.sinks is model.model.layers[one.layer].self_attn.sinks
         by_hand = exact(one.query, one.key, one.value, None, one.sinks)
         torch.testing.assert_close(one.exact().transpose(1, 2), by_hand, rtol=0, atol=1e-5)
-        torch.testing.assert_close(wide.run(one.query, one.key, one.value, **one.asked), by_hand, rtol=0, atol=1e-5)
+        torch.testing.assert_close(wide.run(one.query, one.key, one.value, **one.options), by_hand, rtol=0, atol=1e-5)
     texts = [{"input_ids": tokens()[:1]}, {"input_ids": tokens()[1:]}]
     found = hf_effattn.calibrate(model, texts, max_error=0.2, candidates=CANDIDATES)
     assert model.config._attn_implementation == "eager"

@@ -206,8 +206,8 @@ def test_each_candidate_is_exact_below_its_own_length() -> None:
     candidates = [CANDIDATES[0] | {"min_length": 40}, CANDIDATES[1] | {"min_length": 60}]
     method = make_method("per-head", candidates=candidates, heads=[[0, 1]])
     assert method.shortest_length("cpu") == 40
-    assert method.is_exact(39, 39, "cpu")
-    assert not method.is_exact(40, 40, "cpu")
+    assert method.is_exact(39, "cpu")
+    assert not method.is_exact(40, "cpu")
     query, key, value = tensors(2, 2)
     exact = torch.nn.functional.scaled_dot_product_attention(query, key, value)
     errors = (method.run(query, key, value) - exact).square().sum(dim=(0, 2, 3)).sqrt()

@@ -19,7 +19,7 @@ from hf_effattn.patching.measured import last_measured
 from hf_effattn.patching.measurements import RECORD, measurements_of
 from hf_effattn.patching.methods import make_method
 from hf_effattn.patching.model_types.stacks import find_stacks
-from hf_effattn.patching.tolerance import FIRST, SAMPLED, Attended, neighbours, sampled_rows
+from hf_effattn.patching.tolerance import FIRST, SAMPLED, MethodOutput, neighbours, sampled_rows
 
 SETTINGS: dict[str, Any] = {"clusters": 6, "topk": 4, "key_clusters": 5, "max_predicted_error": None, "min_length": 0}
 
@@ -64,7 +64,7 @@ def test_all_queries_of_a_short_text_give_the_error_itself(padded: int, causal: 
     query, key, value = tensors(length, key_heads=key_heads)
     mask = left_padded(length, padded)
     result = torch.randn(2, 3, length, 8, generator=torch.Generator().manual_seed(1))
-    error, bound = Attended(query, key, value, mask, None, causal, result).sampled_errors()
+    error, bound = MethodOutput(query, key, value, mask, None, causal, result).sampled_errors()
     visible = mask[:, None, None] & (torch.ones(length, length).tril().bool() if causal else torch.tensor(True))
     exact = F.scaled_dot_product_attention(query, key, value, visible, enable_gqa=True).transpose(1, 2)
     # The padded text's 44 queries are drawn with repetition.
@@ -77,7 +77,7 @@ def test_all_queries_of_a_short_text_give_the_error_itself(padded: int, causal: 
 def test_the_sample_tells_the_error_and_the_margin_covers_it() -> None:
     query, key, value = tensors(1500, heads=24, key_heads=24)
     result = make_method("bi-clustered", **SETTINGS).run(query, key, value)
-    attended = Attended(query, key, value, None, None, False, result)
+    attended = MethodOutput(query, key, value, None, None, False, result)
     exact = F.scaled_dot_product_attention(query, key, value).transpose(1, 2)
     true = torch.tensor([head_errors(exact[[text]], result.transpose(1, 2)[[text]], None) for text in range(2)])
     error, bound = attended.sampled_errors()
@@ -104,7 +104,7 @@ def test_heads_above_the_tolerance_are_exact(method: str, padded: int) -> None:
         * mask[:, None, :, None]
     )
     torch.testing.assert_close(checked.run(query, key, value, key_mask=mask), exact)
-    attended = Attended(query, key, value, mask, None, False, plain)
+    attended = MethodOutput(query, key, value, mask, None, False, plain)
     tolerance = float(attended.sampled_errors()[1].flatten().sort().values[3:5].mean())
     output = make_method(method, **settings, tolerance=tolerance).run(query, key, value, key_mask=mask, module=module)
     measured = attended.sampled_errors(tolerance=tolerance)[1]
@@ -127,7 +127,7 @@ def test_heads_that_are_exact_anyway_are_not_computed_again(padded: int, monkeyp
     module = torch.nn.Identity().eval()
     heads = make_method("per-head", candidates=candidates, heads=[[0, 1]], min_length=0)
     output = heads.run(query, key, value, key_mask=mask)
-    error, bound = Attended(query, key, value, mask, None, False, output).first_errors()
+    error, bound = MethodOutput(query, key, value, mask, None, False, output).first_errors()
     called: list[torch.Tensor] = []
     attend = F.scaled_dot_product_attention
 
@@ -239,15 +239,15 @@ def test_a_text_in_a_batch_is_checked_as_alone() -> None:
     together = [*tensors(400), torch.randn(2, 3, 400, 8, generator=torch.Generator().manual_seed(1))]
     alone = [tensor[:1, :, 150:] for tensor in together]
     for one, other in zip(
-        Attended(*together[:3], left_padded(400, 150), None, False, together[3]).sampled_errors(),
-        Attended(*alone[:3], None, None, False, alone[3]).sampled_errors(),
+        MethodOutput(*together[:3], left_padded(400, 150), None, False, together[3]).sampled_errors(),
+        MethodOutput(*alone[:3], None, None, False, alone[3]).sampled_errors(),
         strict=True,
     ):
         torch.testing.assert_close(one[:1], other)
 
     # Its heads are told by the first queries or by all of them, whatever the other text's are.
-    of_batch = Attended(*together[:3], left_padded(400, 150), None, False, together[3])
-    of_text = Attended(*alone[:3], None, None, False, alone[3])
+    of_batch = MethodOutput(*together[:3], left_padded(400, 150), None, False, together[3])
+    of_text = MethodOutput(*alone[:3], None, None, False, alone[3])
     first = of_batch.first_errors()[1]
     between = first.flatten().sort().values.unfold(0, 2, 1).mean(dim=1)
     for tolerance in between.tolist():
@@ -256,7 +256,7 @@ def test_a_text_in_a_batch_is_checked_as_alone() -> None:
         torch.testing.assert_close(one[first <= tolerance], first[first <= tolerance])
 
 
-def with_errors(size: float, rows: torch.Tensor) -> Attended:
+def with_errors(size: float, rows: torch.Tensor) -> MethodOutput:
     """Attention of one text whose rows `(H, N)` are off by that part of their size, the others by a fortieth."""
     heads, length = rows.shape
     query, key, value = (tensor[:1] for tensor in tensors(length, heads, heads))
@@ -264,10 +264,10 @@ def with_errors(size: float, rows: torch.Tensor) -> Attended:
     noise = torch.randn(exact.shape, generator=torch.Generator().manual_seed(1))
     noise *= exact.norm(dim=3, keepdim=True) / noise.norm(dim=3, keepdim=True)
     off = torch.where(rows, size, 0.025)[None, :, :, None]
-    return Attended(query, key, value, None, None, False, exact + off * noise)
+    return MethodOutput(query, key, value, None, None, False, exact + off * noise)
 
 
-def sampled(attended: Attended, tolerance: float, monkeypatch: pytest.MonkeyPatch) -> tuple[torch.Tensor, int]:
+def sampled(attended: MethodOutput, tolerance: float, monkeypatch: pytest.MonkeyPatch) -> tuple[torch.Tensor, int]:
     """The bounds `(B, H)`, and how many rows were computed for them."""
     called: list[int] = []
     attend = F.scaled_dot_product_attention
@@ -336,7 +336,7 @@ def test_threads_share_heads_or_rows(
     query, key, value = tensors(300, heads=6, key_heads=key_heads)
     mask = left_padded(300, 40)
     result = torch.randn(2, 6, 300, 8, generator=torch.Generator().manual_seed(1))
-    attended = Attended(query, key, value, mask, None, causal, result)
+    attended = MethodOutput(query, key, value, mask, None, causal, result)
     rows = sampled_rows(300, mask, query.device)
     one_by_one = torch.zeros(2, 6, dtype=torch.bool)
     one_by_one[1, 3] = True

@@ -107,7 +107,7 @@ def test_commands_exist():
 WORDS = {
     "README.md": 1100,
     "CHANGELOG.md": 500,
-    "hf_effattn/README.md": 1000,
+    "hf_effattn/README.md": 1450,
     "hf_effattn/models/README.md": 600,
     "hf_effattn/ops/README.md": 1000,
     "hf_effattn/patching/README.md": 2600,

@@ -1,4 +1,7 @@
-"""The classes that a patch gives to modules with a forward of their own; read with the first such model."""
+"""The classes that a patch gives to modules with a forward of their own.
+
+The folder is read with the first such model, because it reads modelling files of transformers.
+"""
 
 from collections.abc import Iterable
 

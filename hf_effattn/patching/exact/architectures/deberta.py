@@ -5,8 +5,6 @@ with another (He et al. 2021, equations 2 to 4). transformers gathers both for a
 keeps several matrices of `N * N` for each head. Here the rows of some queries are made and given to SDPA; keys so far
 away that their distances have one vector need no gathering. Nothing is approximated; outputs differ by rounding.
 
-The file is read with the first model that needs it (`__init__.py`), for it reads transformers' modelling files.
-
 Sizes: `B` batch, `N` length, `E` hidden size, `H` heads, `D` head_dim, `T` vectors of distances.
 """
 

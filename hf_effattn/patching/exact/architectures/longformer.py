@@ -4,12 +4,10 @@ transformers computes it itself, in chunks of twice the keys that a query sees a
 method is called there: a patch gives its modules the classes of this file instead, which hold the same weights and
 compute the same attention (Beltagy, Peters and Cohan 2020, section 3.1). Outputs differ by rounding.
 
-The file is read with the first model that needs it (`__init__.py`), for it reads transformers' modelling files.
-
 Sizes: `B` batch, `N` length, `E` hidden size, `H` heads, `D` head_dim, `G` tokens of global attention.
 """
 
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 import torch.nn.functional as F
@@ -18,16 +16,12 @@ from transformers.models.led.modeling_led import LEDEncoderSelfAttention
 from transformers.models.longformer.modeling_longformer import LongformerSelfAttention
 
 from ....ops.shared.graphs import is_traced
+from ...module_patch import ModuleMixin
 from ...transformers_internals import has_hooks
 from ..windows import KeysForAll, Window, attend_in_blocks, block_length, seen_in_blocks
 
-if TYPE_CHECKING:
-    _Exact = nn.Module
-else:
-    _Exact = object
 
-
-class _InBlocks(_Exact):
+class _InBlocks(ModuleMixin):
     """What a class of transformers' becomes when it stands behind this one."""
 
     query: nn.Module

@@ -4,12 +4,8 @@ transformers computes it itself and holds the scores several times, so no method
 modules the classes of this file instead, as it does with `longformer.py`'s (Guo et al. 2022, section 3). The first
 layer, which makes the biases of all, runs transformers' own code. Outputs differ by rounding.
 
-The file is read with the first model that needs it, for it reads transformers' modelling files.
-
 Sizes: `B` batch, `N` length, `E` hidden size, `H` heads, `D` head_dim, `L` length of a block, `n` blocks, `G` means.
 """
-
-from typing import TYPE_CHECKING
 
 import torch
 import torch.nn.functional as F
@@ -17,15 +13,11 @@ from torch import nn
 from transformers.models.longt5 import modeling_longt5
 
 from ....ops.shared.graphs import is_traced
+from ...module_patch import ModuleMixin
 from ...transformers_internals import longt5_means
 
-if TYPE_CHECKING:
-    _Exact = nn.Module
-else:
-    _Exact = object
 
-
-class _InBlocks(_Exact):
+class _InBlocks(ModuleMixin):
     """What a class of transformers' becomes when it stands behind this one."""
 
     q: nn.Module

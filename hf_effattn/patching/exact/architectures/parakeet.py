@@ -6,8 +6,6 @@ of all `2 N - 1` distances, shifts the rows and keeps several matrices of `N * N
 queries are made of the vectors that they need, and given to SDPA as a shifted view. Nothing is approximated; outputs
 differ by rounding.
 
-The file is read with the first model that needs it (`__init__.py`), for it reads transformers' modelling files.
-
 Sizes: `B` batch, `N` frames, `E` hidden size, `H` heads, `D` head_dim.
 """
 

@@ -4,8 +4,6 @@ transformers computes it itself and holds the scores several times, so no method
 modules the class of this file instead, as it does with `longformer.py`'s (Phang, Zhao and Liu 2022, section 3).
 Outputs differ by rounding.
 
-The file is read with the first model that needs it, for it reads transformers' modelling files.
-
 Sizes: `B` batch, `N` length, of whole blocks, `H` heads, `D` head_dim, `L` length of a block, `n` blocks, `G` global
 tokens.
 """

@@ -4,8 +4,6 @@ transformers reads all images of a call as one sequence, under a dense mask of a
 apart: its size, and the scores that SDPA computes, grow with the square of all patches together. A patch gives the
 model the class of this file, which holds the same weights: it reads as many images together as have a small mask, and
 tells its layers where each begins. Outputs differ by rounding.
-
-The file is read with the first model that needs it (`patch.py`), for it reads a modelling file of transformers.
 """
 
 from typing import Any

@@ -4,13 +4,11 @@ transformers makes a matrix of them, `N * N` for each head, and copies it where 
 pieces of one row of `2 N - 1` distances, each shifted by one, so that a view of that row stands for all of it. Nothing
 is approximated (Raffel et al. 2020, section 2.1; Song et al. 2020); outputs differ by rounding.
 
-The file is read with the first model that needs it (`__init__.py`), for it reads transformers' modelling files.
-
 Sizes: `B` batch, `N` length, `E` hidden size, `H` heads, `D` head_dim.
 """
 
 from collections.abc import Callable
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 import torch.nn.functional as F
@@ -22,13 +20,9 @@ from transformers.models.umt5.modeling_umt5 import UMT5Attention
 
 from ....ops.derivatives import learns
 from ....ops.shared.graphs import in_a_graph
+from ...module_patch import ModuleMixin
 from ...transformers_internals import matrices_are_collected
 from ..query_chunks import added_mask, floor, in_query_chunks
-
-if TYPE_CHECKING:
-    _Exact = nn.Module
-else:
-    _Exact = object
 
 
 def attend_by_distance(
@@ -129,7 +123,7 @@ def _as_matrix(bias: torch.Tensor, mask: torch.Tensor | None, length: int) -> to
     return matrix if mask is None else matrix + mask
 
 
-class _ByDistance(_Exact):
+class _ByDistance(ModuleMixin):
     """What a class of transformers' becomes when it stands behind this one."""
 
     q: nn.Module

@@ -5,12 +5,10 @@ has one for each distance up to a number of frames, which farther keys share ("r
 3.2); transformers makes a tensor of `N * N * D` of them. Else vectors of sinusoids serve ("relative"), as in Parakeet.
 Nothing is approximated; outputs differ by rounding.
 
-The file is read with the first model that needs it (`__init__.py`), for it reads transformers' modelling files.
-
 Sizes: `B` batch, `N` frames, `E` hidden size, `H` heads, `D` head_dim.
 """
 
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 from torch import nn
@@ -18,17 +16,13 @@ from transformers.models.wav2vec2_bert.modeling_wav2vec2_bert import Wav2Vec2Ber
 from transformers.models.wav2vec2_conformer.modeling_wav2vec2_conformer import Wav2Vec2ConformerSelfAttention
 
 from ....ops.shared.graphs import in_a_graph
+from ...module_patch import ModuleMixin
 from ...transformers_internals import matrices_are_collected
 from ..query_chunks import added_mask
 from .parakeet import attend_by_distance_vectors
 
-if TYPE_CHECKING:
-    _Exact = nn.Module
-else:
-    _Exact = object
 
-
-class _ByDistanceVectors(_Exact):
+class _ByDistanceVectors(ModuleMixin):
     """What a class of transformers' becomes when it stands behind this one."""
 
     linear_q: nn.Linear

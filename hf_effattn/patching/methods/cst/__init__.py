@@ -59,7 +59,7 @@ class CompositeSlices(Method):
         composition (`str`): `"merged"`: one softmax over the slice's tokens and the means of all other slices, which
             stays close to the pretrained attention; or `"local-global"`: the paper's sum of two attentions, which
             keeps little of it and has to be trained at length.
-        sinks (`bool`, *optional*): whether every slice sees the first and, unless the future is masked, the last
+        attend_ends (`bool`, *optional*): whether every slice sees the first and, unless the future is masked, the last
             token of the text ([CLS], [SEP]). Default: in the merged composition.
         min_length (`int`): inputs shorter than this many tokens, padding included, run exact attention. Default: none,
             since a converted model is trained for what it runs. Over a static cache a compiled step counts its size.
@@ -75,13 +75,13 @@ class CompositeSlices(Method):
         "slice_length": "the tokens of a slice; more are more exact and slower",
         "extension_ratio": "the reach of a slice's keys, from 1 for no neighbour to 3 for both",
         "composition": "how the attention in slices and among them are put together, merged or local-global",
-        "sinks": "whether every slice sees the first and the last token of the text; None: in the merged composition",
+        "attend_ends": "whether every slice sees the first and the last token of the text; None: if merged",
     }
 
     slice_length: int = 16
     extension_ratio: float = 1.0
     composition: str = "merged"
-    sinks: bool | None = None
+    attend_ends: bool | None = None
     min_length: int = 0
 
     def __post_init__(self) -> None:
@@ -90,13 +90,14 @@ class CompositeSlices(Method):
         self._check_int("slice_length", minimum=1)
         extension_tokens(self.slice_length, self.extension_ratio)
         self._check_choice("composition", COMPOSITIONS)
-        if self.sinks is not None and not isinstance(self.sinks, bool):
-            raise TypeError(f"sinks must be True, False or None, got {self.sinks!r}: {self.purpose['sinks']}")
+        if self.attend_ends is not None and not isinstance(self.attend_ends, bool):
+            purpose = self.purpose["attend_ends"]
+            raise TypeError(f"attend_ends must be True, False or None, got {self.attend_ends!r}: {purpose}")
         object.__setattr__(self, "extension_ratio", float(self.extension_ratio))
-        if self.sinks is None:
-            object.__setattr__(self, "sinks", self.composition == "merged")
+        if self.attend_ends is None:
+            object.__setattr__(self, "attend_ends", self.composition == "merged")
 
-    def shortest_length(self, device_type: str, *, causal: bool = False) -> int:
+    def shortest_length(self, device_type: str) -> int:
         return self.min_length
 
     def check_stack(self, stack: Stack) -> None:
@@ -179,7 +180,7 @@ class CompositeSlices(Method):
         options: Options,
     ) -> torch.Tensor | None:
         M = key.shape[2] if self.min_length == 0 else _length_so_far(key, mask)
-        if self.is_exact(M, M, query.device.type, causal=True):
+        if self.is_exact(M, query.device.type):
             return None
         if self.composition != "merged":
             raise ValueError(
@@ -229,7 +230,7 @@ class CompositeSlices(Method):
             slice_length=self.slice_length,
             extension_ratio=self.extension_ratio,
             causal=options.causal,
-            sinks=bool(self.sinks),
+            attend_ends=bool(self.attend_ends),
             key_mask=key_mask,
             scale=options.scale,
             dropout_p=options.dropout_p,

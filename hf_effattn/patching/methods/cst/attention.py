@@ -33,7 +33,7 @@ class Slicing:
         slice_length (`int`): `L`.
         extension_ratio (`float`): `α` in [1, 3].
         causal (`bool`): whether later tokens are hidden.
-        sinks (`bool`): whether every slice sees the first and (unless causal) the last token of the sequence.
+        attend_ends (`bool`): whether every slice sees the first and (unless causal) the last token of the sequence.
         key_mask (`torch.BoolTensor`, *optional*): `(B, N)`, True = token.
         scale (`float`, *optional*): factor on the scores. Default `D ** -0.5`.
         local_terms (`tuple`): position terms `(H, L, D)` of queries and `(H, αL, D)` of keys in a slice, or None.
@@ -45,7 +45,7 @@ class Slicing:
     slice_length: int
     extension_ratio: float = 1
     causal: bool = False
-    sinks: bool = True
+    attend_ends: bool = True
     key_mask: torch.Tensor | None = None
     scale: float | None = None
     local_terms: Terms = NO_TERMS
@@ -60,7 +60,7 @@ class Slicing:
 
     @property
     def local_options(self) -> dict[str, Any]:
-        """What `attend_in_slices` is told of it, but for the sinks."""
+        """What `attend_in_slices` is told of it, but for the ends of the text."""
         return {
             "slice_length": self.slice_length,
             "extension_ratio": self.extension_ratio,
@@ -157,9 +157,9 @@ def merged_attention(
     """
     causal, key_mask = how.causal, how.key_mask
     scale = query.shape[3] ** -0.5 if how.scale is None else how.scale
-    sink_mask = first_and_last_tokens(key_mask, query, causal=causal) if how.sinks else None
+    sink_mask = first_and_last_tokens(key_mask, query, causal=causal) if how.attend_ends else None
     local, _, local_lse = how.attend_in_slices(query, key, value, **how.local_options, sink_mask=sink_mask)
-    # Every slice sees the sinks one by one, so they are in no mean of keys: each key counts once.
+    # Every slice sees the ends of the text one by one, so they are in no mean of keys: each key counts once.
     summarised = key_mask
     if sink_mask is not None:
         summarised = ~sink_mask if key_mask is None else key_mask & ~sink_mask
@@ -231,8 +231,8 @@ def merged_over_cache(
         of_places = local_query @ how.local_terms[1].to(products).mT  # (B, H, Q, αL)
         index = at.clamp(0, of_places.shape[3] - 1)[:, None].expand(-1, H, -1, -1)
         scores = scores + of_places.gather(3, index).masked_fill(~window[:, None], 0.0)
-    near = window | ((places == 0) & (places <= place)) if how.sinks else window
-    summarised = token & (places > 0) if how.sinks else token
+    near = window | ((places == 0) & (places <= place)) if how.attend_ends else window
+    summarised = token & (places > 0) if how.attend_ends else token
     slices = _Slices.of(key, value, summarised, how.slice_length, how.slice_terms[1])
     coarse_query = query
     if how.slice_terms[0] is not None:
@@ -318,12 +318,12 @@ def summed_attention(
         key (`torch.Tensor`): `(B, H, N, D)`.
         value (`torch.Tensor`): `(B, H, N, D)`.
         project (`Callable`): queries, keys and values `(B, H, S, D)` of slice embeddings `(B, S, H · D)`.
-        how (`Slicing`): slices, mask and positions; sinks are of the local attention, and beyond the paper.
+        how (`Slicing`): slices, mask and positions; attend_ends is for the local attention, and beyond the paper.
 
     Returns: `(B, H, N, D)`, 0 in masked rows.
     """
     causal, key_mask = how.causal, how.key_mask
-    sink_mask = first_and_last_tokens(key_mask, query, causal=causal) if how.sinks else None
+    sink_mask = first_and_last_tokens(key_mask, query, causal=causal) if how.attend_ends else None
     local, means, _ = how.attend_in_slices(query, key, value, **how.local_options, sink_mask=sink_mask)
     slice_query, slice_key, slice_value = project(means.transpose(1, 2).flatten(2))
     if how.slice_terms[0] is not None and how.slice_terms[1] is not None:
