@@ -52,9 +52,6 @@ ROOT = Path(__file__).resolve().parents[2]
 PATCHING = ROOT / "hf_effattn" / "patching"
 
 
-STATISTICS = ("median", "mean")
-
-
 # Of the README, from the fastest to the most exact.
 SHOWN = (
     ("i-clustered, K-means", "clusters=100 topk=64"),
@@ -117,21 +114,22 @@ def closeness(result: dict[str, Any]) -> Table:
             [name] + [f"{values[kind]['cosine_mean']:.4f} ({values[kind]['cosine_min']:.4f})" for kind in kinds]
         )
     first = result["rows"][0]
-    note = f"{result['model']}, mean (lowest) of {first['texts']} passages of {first['books']} novels. "
+    note = f"{result['settings']['model']}, mean (lowest) of {first['texts']} passages of {first['books']} novels. "
     return markdown(["", *kinds], rows), note
 
 
 @of_file("head_errors")
 def head_errors(result: dict[str, Any]) -> Table:
     """Errors of heads, first order beside order zero, at equal settings."""
-    ratios, _, _ = benchmark_head_errors.summary(result["rows"])
+    ratios = benchmark_head_errors.summary(result["rows"])
     lengths = sorted(ratios["length"].unique())
-    header = ["", *(f"{length:,}: {name}" for length in lengths for name in ("median head", "mean of heads"))]
+    statistics = {"median": "median head", "mean": "mean of heads"}
+    header = ["", *(f"{length:,}: {name}" for length in lengths for name in statistics.values())]
     rows = []
     for (clusters, topk, key_clusters), group in ratios.groupby(["clusters", "topk", "key_clusters"]):
         cells = [f"bi-clustered clusters={clusters} topk={topk} key_clusters={key_clusters}"]
         for _, row in group.sort_values("length").iterrows():
-            cells += [f"{row[f'first_order {name}']:.3f} ({row[f'order_zero {name}']:.3f})" for name in STATISTICS]
+            cells += [f"{row[f'first_order {name}']:.3f} ({row[f'order_zero {name}']:.3f})" for name in statistics]
         rows.append(cells)
     note = (
         "Relative L2 error of the attention output; in brackets plain means of key clusters at the same settings. 72 "
@@ -184,8 +182,8 @@ def clustering(result: dict[str, Any]) -> Table:
                 for text in (f"{values[length]['ms']:.0f}", f"{values[length]['attention_error']:.3f}")
             ]
         )
-    first = result["rows"][0]
-    note = f"clusters={first['clusters']} topk={first['topk']}, H=12, D=32, one layer's labels. "
+    settings = result["settings"]
+    note = f"clusters={settings['clusters']} topk={settings['topk']}, H=12, D=32, one layer's labels. "
     return markdown(header, rows), note
 
 
@@ -223,8 +221,8 @@ def whole_models(result: dict[str, Any]) -> Table:
     """Speed of a whole model, as it runs and as it trains."""
     rows = [
         [f"{row['length']:,} tokens, {row['method']}"]
-        + [number(row, f"{part}_speedup", ".2f", "×") for part in ("forward", "training_step")]
-        + [f"{row[f'{part}_peak_bytes'] / 2**20:.0f} MiB" for part in ("forward", "training_step")]
+        + [number(row, f"{part}_speedup", ".2f", "×") for part in ("forward", "training")]
+        + [f"{row[f'{part}_peak_bytes'] / 2**20:.0f} MiB" for part in ("forward", "training")]
         for row in result["rows"]
     ]
     first = result["rows"][0]
@@ -282,7 +280,7 @@ def images(result: dict[str, Any]) -> Table:
     """How much faster the image encoders of models that read images among text are, by default settings."""
     found: dict[tuple[str, int], dict[str, float]] = {}
     for row in result["rows"]:
-        found.setdefault((row["encoder"], row["patches"]), {})[row["method"]] = row["speed"]
+        found.setdefault((row["encoder"], row["patches"]), {})[row["method"]] = row["forward_speedup"]
     rows = [
         [name, f"{patches:,}", *(f"{speeds[method]:.1f}×" for method in benchmark_images.METHODS)]
         for (name, patches), speeds in found.items()

@@ -62,6 +62,7 @@ def test_all_queries_tell_of_a_head_that_the_first_leave_open() -> None:
     assert found["within, tolerance"] == pytest.approx(0.75)
 
 
+@pytest.mark.slow
 def test_errors_and_times_are_those_of_all_layers(monkeypatch: pytest.MonkeyPatch) -> None:
     generator = torch.Generator().manual_seed(0)
     layers = [tuple(torch.randn(1, 3, 300, 8, generator=generator) for _ in range(3)) for _ in range(2)]

@@ -97,6 +97,7 @@ def test_language_model(model_folder, tmp_path, monkeypatch):
         language_model.main(methods="cst", output=output)
 
 
+@pytest.mark.slow
 def test_a_method_without_memory_is_noted_and_the_others_go_on(model_folder, tmp_path, monkeypatch):
     def out_of_memory_by_bi_clustering(*inputs, method, **settings):
         if method == "bi-clustered":
@@ -125,6 +126,7 @@ def test_the_shares_of_the_calibrated_heads_are_those_of_the_model():
     assert len(prefill.calibrated_heads(12).heads[0]) == 12
 
 
+@pytest.mark.slow
 def test_causal_generation(model_folder, tmp_path):
     output = tmp_path / "generation.json"
     causal_generation.main(model_folder, prompts=2, prompt_length=200, new_tokens=5, output=output)

@@ -24,7 +24,7 @@ def test_a_line_has_what_was_measured_and_the_host_s_share_of_it():
 def test_nothing_is_said_where_a_result_is_missing(tmp_path, monkeypatch):
     (tmp_path / "gpu").mkdir()
     keep = keeper(tmp_path, monkeypatch)
-    keep("gpu/benchmark_kmeans", [])
+    keep("gpu/benchmark_cst", [])
     assert gpu_tables.kernels() == cst_tables.NOT_RUN
 
 
@@ -56,5 +56,5 @@ def test_the_verdict_is_that_of_the_numbers():
 
 def test_all_was_measured_on_one_machine():
     files = [json.loads(path.read_text(encoding="utf-8")) for path in GPU.glob("*.json")]
-    assert len(files) >= 5
+    assert len(files) >= 4
     assert len({file["environment"]["device_name"] for file in files}) == 1
