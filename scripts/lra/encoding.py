@@ -44,7 +44,6 @@ class LRACollator:
         max_length (`int`): tokens of an input; longer ones are cut. Of a pair: of each text.
         two_towers (`bool`): whether a model reads the texts of a pair apart, as `CSTForPairClassification` does; else
             they come as one input with `</s>` between.
-        pad_to (`int`): tokens to which every input is filled up at least; some models take one length only.
     """
 
     def __init__(
@@ -53,11 +52,8 @@ class LRACollator:
         tokenizer: PreTrainedTokenizerBase,
         max_length: int,
         two_towers: bool = False,
-        pad_to: int = 1,
     ) -> None:
         self.task, self.tokenizer, self.max_length, self.two_towers = task, tokenizer, max_length, two_towers
-        # Of an empty text one padding token counts: attention to nothing, and the mean of nothing, are no numbers.
-        self.pad_to = max(1, pad_to)
 
     def __call__(self, rows: Sequence[dict[str, Any]]) -> dict[str, torch.Tensor]:
         """The batch.
@@ -97,7 +93,8 @@ class LRACollator:
         return batch
 
     def _padded(self, numbers: Sequence[np.ndarray]) -> dict[str, torch.Tensor]:
-        longest = max(self.pad_to, *(len(row) for row in numbers))
+        # Of an empty text one padding token counts: attention to nothing, and the mean of nothing, are no numbers.
+        longest = max(1, *(len(row) for row in numbers))
         input_ids = np.full((len(numbers), longest), self.tokenizer.pad_token_id)
         mask = np.zeros_like(input_ids)
         for row, tokens in enumerate(numbers):

@@ -26,7 +26,7 @@ from hf_effattn.models.clusterformer import ClusterFormerConfig, ClusterFormerFo
 from hf_effattn.models.clusterformer.sorting import SortedWords, WordSorting
 
 from ..shared.command_line import check_names, run_with_help
-from ..shared.runs import KeptRuns, mean_and_deviation
+from ..shared.runs import RESULTS, KeptRuns, mean_and_deviation
 
 VALUES = 8
 DEFAULT, RANDOM, GATE_ON_RANDOM_ORDER = "gated with centroids", "random order", "gate on a random order"
@@ -214,7 +214,7 @@ def main(
     words: Annotated[int, typer.Option(help="Words of a batch.")] = 4096,
     learning_rate: float = 5e-4,
     dtype: Annotated[str, typer.Option(help="float32, or bfloat16: autocast.")] = "float32",
-    output: Path = Path(__file__).parents[1] / "results" / "partner_recall.json",
+    output: Path = RESULTS / "partner_recall.json",
 ) -> None:
     """Run what the output file does not hold yet, keep it as JSON after every run, and print the table."""
     device = torch.device("cuda" if torch.cuda.is_available() else "cpu")

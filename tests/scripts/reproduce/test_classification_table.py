@@ -65,9 +65,7 @@ def test_classification_table(small_tables, tmp_path, monkeypatch, capsys):
     assert len(rows) == 6
     assert {row["settings"].get("assignment", "neural") for row in rows} == {"full", "neural", "random"}
     assert all(row["accuracy"] >= 75 for row in rows), rows
-    printed = capsys.readouterr().out
-    assert " (2)" in printed
-    assert "86.2" in printed  # the paper's Transformer
+    assert " (2)" in capsys.readouterr().out
     monkeypatch.setattr(classification_table, "measure", None)
     classification_table.main("routings", "CR", "Transformer;gated;random order", **arguments)
     assert rows_of(output) == rows
@@ -78,8 +76,6 @@ def test_sweeps_of_the_classification_table(small_tables, tmp_path, monkeypatch,
     output = tmp_path / "table.json"
     arguments = {"seeds": "0", "epochs": 2, "max_length": 32, "output": output}
     classification_table.main("clusters", None, "Transformer;k=5", **arguments)
-    printed = capsys.readouterr().out
-    assert "84.9" in printed
     classification_table.main("clusters", max_length=32, costs=True, repeats=2, output=output)
     *trained, transformer, few, _, _, _, _, _, most = rows_of(output)
     assert [row["settings"] for row in (transformer, few, most)] == [
@@ -95,7 +91,7 @@ def test_sweeps_of_the_classification_table(small_tables, tmp_path, monkeypatch,
         classification_table.main("clusters", None, "Transformer", costs=True, output=output)
     assert len(trained) == 2
     classification_table.main("losses", "WikiQA", "neural, no loss;gated, L1 and L2", **arguments)
-    assert "WikiQA, paper" in capsys.readouterr().out
+    assert "WikiQA - Transformer" in capsys.readouterr().out
     rows = [row for row in rows_of(output) if "measured" not in row]
     assert all(0 < row["map"] <= row["mrr"] <= 100 for row in rows[2:])
     pairs = classification_data.OF_PAIRS
