@@ -101,6 +101,7 @@ def test_parquet_and_json_lines_hold_the_same(encoder, documents, tmp_path):
     np.testing.assert_array_equal(np.array(table["vector"].to_pylist(), np.float32), np.stack(list(expected.values())))
 
 
+@pytest.mark.slow_except("last")
 @pytest.mark.parametrize("mode", ["mean", "cls", "last"])
 def test_a_named_pooling(mode, encoder, documents, tmp_path):
     found, _ = embedded(encoder, documents, tmp_path / "out", "--pooling", mode, "--normalize")
@@ -110,6 +111,7 @@ def test_a_named_pooling(mode, encoder, documents, tmp_path):
         assert_close(vector, torch.nn.functional.normalize(expected, dim=0))
 
 
+@pytest.mark.slow_except("cls", "max")
 @pytest.mark.parametrize("mode", ["cls", "last", "max"])
 def test_a_stored_pooling_is_that_of_sentence_transformers(mode, documents, tmp_path):
     """Its prompt before every document too; the library loads what is not served here."""
@@ -319,7 +321,7 @@ def stop_at_write(number, moment, write):
     return write_or_stop
 
 
-@pytest.mark.slow_except("npy-before", "parquet-after")
+@pytest.mark.slow_except("npy-before")
 @pytest.mark.parametrize("moment", ["before", "after"])
 @pytest.mark.parametrize("form", ["npy", "parquet"])
 def test_a_run_that_stops_at_any_write_goes_on_to_the_same_file(

@@ -61,6 +61,7 @@ def test_report_of_a_model_that_transformers_has_no_sdpa_for(real_model_folder, 
     assert "exact: nothing is approximated" in result.stdout
 
 
+@pytest.mark.slow_except("bart")
 @pytest.mark.parametrize("model_type", ["t5", "bart"])
 def test_report_of_a_model_with_a_decoder_is_of_its_encoder(model_type, real_model_folder, tmp_path):
     tokenizer = AutoTokenizer.from_pretrained(real_model_folder)

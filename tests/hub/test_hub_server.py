@@ -8,6 +8,9 @@ from pathlib import Path
 import pytest
 from support.hub_server import HubServer
 
+# Of what tests need, not of the package, and in processes of their own.
+pytestmark = pytest.mark.slow
+
 TEXT = "a file\nof text ü\n"
 # Several parts and a short last one.
 LARGE = 3_000_001

@@ -8,7 +8,6 @@ from pathlib import Path
 import pytest
 import torch
 import typer
-from typer.testing import CliRunner
 
 from hf_effattn.measuring import cost
 from hf_effattn.measuring.environment import environment
@@ -23,7 +22,6 @@ from scripts.benchmark import exact_models as benchmark_exact_models
 from scripts.benchmark import frontier as benchmark_frontier
 from scripts.benchmark import images as benchmark_images
 from scripts.benchmark import models as benchmark_models
-from scripts.benchmark import other_methods as benchmark_other_methods
 from scripts.benchmark import prefill as benchmark_prefill
 from scripts.benchmark import sinks as benchmark_sinks
 from scripts.benchmark import windows as benchmark_windows
@@ -436,27 +434,3 @@ def test_missing_data_says_what_and_where(tmp_path, monkeypatch):
         shared_data.dataset_path("books")
     (tmp_path / "books").mkdir()
     assert shared_data.dataset_path("books") == tmp_path / "books"
-
-
-@pytest.mark.parametrize(
-    "script",
-    [
-        benchmark_attention,
-        benchmark_clustering,
-        benchmark_documents,
-        benchmark_embeddings,
-        benchmark_frontier,
-        benchmark_models,
-        benchmark_other_methods,
-        measure_crossover,
-    ],
-    ids=lambda m: m.__name__,
-)
-def test_help_says_what_a_script_does(script):
-    import typer
-
-    app = typer.Typer()
-    app.command()(script.main)
-    result = CliRunner().invoke(app, ["--help"])
-    assert result.exit_code == 0
-    assert "--output" in result.output

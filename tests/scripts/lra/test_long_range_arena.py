@@ -54,6 +54,7 @@ def test_the_beginning_of_the_default_output(task):
         assert lra_checksum(data) == CHECKSUMS[task][split][1]
 
 
+@pytest.mark.slow_except("listops-*")
 @pytest.mark.parametrize(("task", "settings"), [("listops", SHORT), ("pathfinder", SMALL | {"contour_length": 4})])
 def test_made_once_and_alike_with_any_number_of_processes(task, settings, tmp_path, monkeypatch):
     data = load_lra(task, cache_dir=tmp_path / "one", **settings)

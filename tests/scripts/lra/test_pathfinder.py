@@ -10,7 +10,7 @@ SIZE = 32
 SIDE = 2 * WINDOW + 1
 
 
-@pytest.fixture(scope="module", params=[14, 6], ids=["hard", "easy"])
+@pytest.fixture(scope="module", params=[14, pytest.param(6, marks=pytest.mark.slow)], ids=["hard", "easy"])
 def images(request):
     return generate_pathfinder(PathfinderSettings(contour_length=request.param), "train", 0)
 
@@ -72,6 +72,7 @@ def test_joined_circles_are_connected_in_the_pixels(images):
         assert (end == second) == bool(label)
 
 
+@pytest.mark.slow
 def test_in_easy_images_the_pixels_alone_often_tell():
     """Without any knowledge of the paths: joined circles always hang together, others often do not."""
     images = generate_pathfinder(PathfinderSettings(contour_length=6), "validation", 0)
@@ -124,6 +125,7 @@ def test_statistics(images):
     assert (images.pixels.max(axis=1) == 255).all()
 
 
+@pytest.mark.slow
 def test_hard_images_are_like_the_published_generator_makes_them():
     """Measured on 1,200 images of that generator with the parameters of the Long Range Arena.
 

@@ -5,7 +5,6 @@ import json
 
 import pytest
 import typer
-from typer.testing import CliRunner
 
 from hf_effattn import ClusterFormerConfig
 from scripts.reproduce import answer_ranking, classification_data
@@ -172,11 +171,3 @@ def test_letters_do_not_give_the_class_away(data_folder):
 def test_unknown_choices_are_named(arguments, message, tmp_path):
     with pytest.raises(typer.BadParameter, match=message):
         classification_table.main(**arguments, output=tmp_path / "none.json")
-
-
-def test_help_says_what_the_script_does():
-    app = typer.Typer()
-    app.command()(classification_table.main)
-    result = CliRunner().invoke(app, ["--help"])
-    assert result.exit_code == 0
-    assert "--sweep" in result.output

@@ -9,7 +9,6 @@ import pytest
 import torch
 import typer
 from torch._subclasses.fake_tensor import FakeTensorMode
-from typer.testing import CliRunner
 
 from hf_effattn.ops import cluster_queries
 from scripts.benchmark import clusterformer as benchmark_clusterformer
@@ -17,8 +16,6 @@ from scripts.reproduce import digits as mnist_clustering
 from scripts.reproduce import partner_recall
 from scripts.shared import data as shared_data
 from scripts.shared.runs import KeptRuns, mean_and_deviation
-
-SCRIPTS = (benchmark_clusterformer, mnist_clustering, partner_recall)
 
 
 def rows_of(path):
@@ -216,7 +213,7 @@ def test_benchmark_clusterformer(tmp_path, monkeypatch):
         benchmark_clusterformer.main("48", **small | {"hidden_size": 32})
 
 
-@pytest.mark.parametrize("name", benchmark_clusterformer.ROUTINGS)
+@pytest.mark.parametrize("name", ["neural", "LSH"])
 def test_a_timed_training_step_is_a_whole_one(name, monkeypatch):
     """All the gradients that training needs are there; both parts give what the layer gives."""
     words = torch.randn(2, 20, 16, generator=torch.Generator().manual_seed(0)).requires_grad_()
@@ -233,15 +230,6 @@ def test_a_timed_training_step_is_a_whole_one(name, monkeypatch):
     )
     timed.words = words
     torch.testing.assert_close(timed.forward("layer"), expected)
-
-
-@pytest.mark.parametrize("script", SCRIPTS, ids=lambda m: m.__name__)
-def test_help_says_what_a_script_does(script):
-    app = typer.Typer()
-    app.command()(script.main)
-    result = CliRunner().invoke(app, ["--help"])
-    assert result.exit_code == 0
-    assert "--output" in result.output
 
 
 @pytest.mark.parametrize(

@@ -93,19 +93,6 @@ def test_splits_that_are_not_there_are_named_before_training(folder, tmp_path):
         run_glue.main([*common, "--do_train", "--do_predict", "--output_dir", str(tmp_path / "run")])
 
 
-def test_both_test_sets_of_mnli_are_predicted(folder, tmp_path):
-    for kind in ("matched", "mismatched"):
-        rows = [f"{n}\tA.\tB {n}." for n in range(3)]
-        write(folder / "MNLI" / f"test_{kind}.tsv", "index\tsentence1\tsentence2", *rows)
-    shutil.copy(folder / "MNLI" / "dev_matched.tsv", folder / "MNLI" / "train.tsv")
-    common = [*RUN, "--task_name", "mnli", "--data_dir", str(folder), "--config_overrides", TINY]
-    run_glue.main([*common, "--do_predict", "--output_dir", str(tmp_path)])
-    for name in ("MNLI-m.tsv", "MNLI-mm.tsv"):
-        lines = (tmp_path / name).read_text().splitlines()
-        assert len(lines) == 4
-        assert lines[1].split("\t")[1] in glue_tasks.TASKS["mnli"].labels
-
-
 def test_metrics_by_hand():
     found = training.load_metric("glue", "mrpc").compute(predictions=[1, 1, 0, 1], references=[1, 0, 0, 1])
     assert found == {"accuracy": 0.75, "f1": pytest.approx(2 * (2 / 3) / (2 / 3 + 1))}

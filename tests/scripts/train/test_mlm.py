@@ -93,7 +93,7 @@ def test_too_little_text_for_pairs_raises():
         run_mlm.sentence_pairs(Dataset.from_dict({"text": ["abc"]}), tokenizer, 32, seed=0)
 
 
-@pytest.mark.slow_except("roberta")
+@pytest.mark.slow
 @pytest.mark.parametrize("model_type", MODELS)
 def test_run_mlm_learns(model_type, arguments, tmp_path):
     model = ["--model_type", model_type, "--config_overrides", MODELS[model_type]]

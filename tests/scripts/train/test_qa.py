@@ -432,6 +432,7 @@ def test_run_qa_refuses_questions(kind, files, tmp_path, monkeypatch):
     assert AutoModelForQuestionAnswering.from_pretrained(tmp_path).config.model_type == kind
 
 
+@pytest.mark.slow
 def test_windows_that_are_trained_by_length_are_answered_in_order(files, tmp_path):
     by_length = ["--train_sampling_strategy", "group_by_length", "--max_steps", "20"]
     trained = run_qa.main(command(files, "bert", tmp_path / "trained", *by_length))

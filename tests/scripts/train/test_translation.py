@@ -224,7 +224,7 @@ def test_a_run_that_is_resumed_ends_as_one_that_was_not(pairs, tmp_path):
     assert translations[0] == translations[1]
 
 
-@pytest.mark.slow_except("clusterformer-more0", "marian-more3")
+@pytest.mark.slow_except("clusterformer-more0")
 @pytest.mark.parametrize(
     ("model_type", "more"),
     [
