@@ -28,14 +28,13 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 import hf_effattn
 
 from ..shared.command_line import run_with_help
-from ..shared.runs import KeptRuns, print_rows
+from ..shared.runs import RESULTS, KeptRuns, print_rows
 from ._inputs import HELD_OUT, SKIPPED, book_text, held_out_tokens
 from ._scores import counted_scores
 
 WEIGHTS = "SmolLM2-135M-Instruct.Q4_1.gguf"
 CODE = "argparse.py"
 EXACT = "exact"
-RESULTS = Path(__file__).parents[1] / "results"
 CALIBRATION = RESULTS / "calibration_decoder.json"
 METHODS: dict[str, dict[str, Any]] = {
     "calibrated": {"settings": str(CALIBRATION)},

@@ -36,7 +36,7 @@ from hf_effattn.settings_parsing import method_of
 
 from ..shared.command_line import run_with_help
 from ..shared.data import dataset_path
-from ..shared.runs import KeptRuns, print_table, run_folder
+from ..shared.runs import RESULTS, KeptRuns, print_table, run_folder
 
 CACHE = Path(__file__).resolve().parents[2] / ".cache" / "retrieval"
 CUT, CHUNKS, EXACT = "cut at 512", "mean of chunks of 512", "exact"
@@ -150,7 +150,7 @@ def measure(encoder: Encoder, tokens: Tokens, meetings: list[Meeting], name: str
 def main(
     splits: Annotated[str, typer.Option(help="Comma-separated: train, val, test.")] = "test,val",
     methods: Annotated[str | None, typer.Option(help="Comma-separated; the default is all.")] = None,
-    output: Path = Path(__file__).parents[1] / "results" / "retrieval.json",
+    output: Path = RESULTS / "retrieval.json",
 ) -> None:
     """Measure every kind of vector and keep it as JSON."""
     # From cheap to dear.

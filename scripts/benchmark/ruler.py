@@ -21,7 +21,7 @@ from rich.progress import track
 import hf_effattn
 
 from ..shared.command_line import run_with_help
-from ..shared.runs import KeptRuns, print_table
+from ..shared.runs import RESULTS, KeptRuns, print_table
 from .language_model import EXACT, METHODS, WEIGHTS, load
 
 TASKS = ("niah_single_1", "niah_multikey_2", "niah_multikey_3", "ruler_vt", "ruler_cwe", "ruler_fwe")
@@ -65,7 +65,7 @@ def main(
     methods: Annotated[str, typer.Option(help="Comma-separated names of settings.")] = "calibrated",
     tasks: Annotated[str, typer.Option(help="Comma-separated tasks.")] = ",".join(TASKS),
     prompts: Annotated[int, typer.Option(min=1, help="Of every task.")] = 10,
-    output: Path = Path(__file__).parents[1] / "results" / "ruler.json",
+    output: Path = RESULTS / "ruler.json",
 ) -> None:
     """Measure what the output file does not hold yet, keep it as JSON after every task, and print the table."""
     for given, allowed in ((methods, METHODS), (tasks, TASKS)):

@@ -5,6 +5,7 @@ import random
 import shutil
 import sys
 import time
+from functools import cache
 
 import numpy as np
 import pyarrow.parquet
@@ -58,11 +59,16 @@ def lines_of(path):
     return [json.loads(line) for line in path.read_text().splitlines()]
 
 
+@cache
+def loaded(model):
+    return AutoTokenizer.from_pretrained(model), AutoModel.from_pretrained(model).eval()
+
+
 def hidden_states(model, words):
     """Last hidden states of one text without padding, `(tokens, 16)`, by transformers alone."""
-    inputs = AutoTokenizer.from_pretrained(model)(words, return_tensors="pt")
+    tokenizer, exact = loaded(model)
     with torch.no_grad():
-        return AutoModel.from_pretrained(model).eval()(**inputs).last_hidden_state[0]
+        return exact(**tokenizer(words, return_tensors="pt")).last_hidden_state[0]
 
 
 def assert_close(found, expected):
@@ -272,8 +278,8 @@ def test_windows_run_in_blocks_unless_something_else_is_asked_for(encoder, tmp_p
 def test_a_largest_error_chooses_from_the_methods_of_report(budget, best, encoder, tmp_path, monkeypatch):
     """The speeds are given, for a machine's would make another choice each time; the errors are measured."""
     settings = {"clusters": 6, "min_length": 0}
-    candidates = ({"method": "clustered", **settings}, {"method": "i-clustered", "topk": 8, **settings})
-    monkeypatch.setattr(candidates, "DEFAULT_METHODS", candidates)
+    methods = ({"method": "clustered", **settings}, {"method": "i-clustered", "topk": 8, **settings})
+    monkeypatch.setattr("hf_effattn.measuring.candidates.DEFAULT_METHODS", methods)
     speeds = {"clustered clusters=6": 3.0, "i-clustered clusters=6 topk=8": 2.0}
     monkeypatch.setattr(Findings, "speedup", lambda self, measured, part="forward": speeds.get(measured.method, 1.0))
     documents = save_documents(tmp_path / "documents", LONG)
@@ -450,7 +456,7 @@ def begin(arguments, folder):
 
 
 def test_a_killed_run_goes_on_to_the_same_bits(encoder, tmp_path):
-    documents = save_documents(tmp_path / "documents", [1 + 7 * n % 60 for n in range(300)])
+    documents = save_documents(tmp_path / "documents", [1 + 7 * n % 60 for n in range(120)])
     options = ["--batch-tokens", "64"]
     assert embed(encoder, documents, tmp_path / "whole", *options).exit_code == 0
     output = tmp_path / "killed"

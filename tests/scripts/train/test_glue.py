@@ -118,6 +118,7 @@ def test_run_glue_learns_resumes_and_predicts(folder, tmp_path):
     assert model.config.id2label == {0: "unacceptable", 1: "acceptable"}
 
 
+@pytest.mark.slow
 def test_predictions_of_a_model_trained_by_length_are_in_the_order_of_the_test_set(tmp_path):
     labels = [n * 7 % 10 % 2 for n in range(40)]
     texts = [f"{('bad', 'good')[label]}{' film' * (n * 11 % 13)}" for n, label in enumerate(labels)]

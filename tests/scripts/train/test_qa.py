@@ -365,6 +365,7 @@ def command(files, kind, folder, *more, version="v1"):
     ]
 
 
+@pytest.mark.slow
 def test_run_qa_learns_resumes_and_keeps_its_answers(files, tmp_path):
     """A run that is stopped and resumed ends as one that was not; its answers score what it says."""
     common = ["--max_steps", "60", "--save_steps", "40", "--n_best_size", "3", *METHOD]
@@ -432,7 +433,6 @@ def test_run_qa_refuses_questions(kind, files, tmp_path, monkeypatch):
     assert AutoModelForQuestionAnswering.from_pretrained(tmp_path).config.model_type == kind
 
 
-@pytest.mark.slow
 def test_windows_that_are_trained_by_length_are_answered_in_order(files, tmp_path):
     by_length = ["--train_sampling_strategy", "group_by_length", "--max_steps", "20"]
     trained = run_qa.main(command(files, "bert", tmp_path / "trained", *by_length))

@@ -79,7 +79,7 @@ def class_files(tmp_path):
     return [str(tmp_path / "good.txt"), str(tmp_path / "bad.txt")]
 
 
-@pytest.mark.slow_except("clusterformer")
+@pytest.mark.slow_except("bert")
 @pytest.mark.parametrize("model_type", SMALL)
 def test_run_classification_from_scratch(model_type, class_files, tmp_path):
     found = run_classification.main(
