@@ -20,12 +20,9 @@ _PIXEL_TASKS = ("image", "pathfinder")
 def lra_tokenizer(task: str) -> PreTrainedTokenizerBase:
     """The tokenizer of a task, which a model is saved with.
 
-    Args:
-        task (`str`): `"listops"`: a number for each of 15 words; `"text"` or `"retrieval"`: bytes, numbered as in
-            ByT5; `"image"` or `"pathfinder"`: a pixel's brightness, written as a word. Number 0 always pads: a model
-            that knows nothing of padding would take black pixels for it, so they are 1 here.
-
-    Returns: `PreTrainedTokenizerBase`.
+    ListOps has a number for each of 15 words; Text and Retrieval have bytes, numbered as in ByT5; Image and Pathfinder
+    a pixel's brightness, written as a word. Number 0 always pads: a model that knows nothing of padding would take
+    black pixels for it, so they are 1 here.
     """
     if task in _BYTE_TASKS:
         return ByT5Tokenizer(extra_ids=0)
@@ -56,13 +53,9 @@ class LRACollator:
         self.task, self.tokenizer, self.max_length, self.two_towers = task, tokenizer, max_length, two_towers
 
     def __call__(self, rows: Sequence[dict[str, Any]]) -> dict[str, torch.Tensor]:
-        """The batch.
+        """`input_ids` and `attention_mask` `(rows, longest)`, and `labels` `(rows,)`.
 
-        Args:
-            rows (`Sequence[dict]`): of the data set.
-
-        Returns: `input_ids` and `attention_mask` `(rows, longest)`, `labels` `(rows,)`; of a pair also
-            `pair_input_ids` and `pair_attention_mask`, or `token_type_ids`.
+        Of a pair also `pair_input_ids` and `pair_attention_mask`, or `token_type_ids`.
         """
         if self.task == "retrieval":
             batch = self._pairs(rows)

@@ -8,6 +8,7 @@ from pathlib import Path
 import pytest
 import torch
 import typer
+from support.script_runs import rows_of
 
 from hf_effattn.measuring import cost
 from hf_effattn.measuring.environment import environment
@@ -29,10 +30,6 @@ from scripts.benchmark.exact_models import BLOCKS, MODELS
 from scripts.publish import cst_tables
 from scripts.publish import readme as update_readme
 from scripts.shared import data as shared_data
-
-
-def rows_of(path):
-    return json.loads(path.read_text(encoding="utf-8"))["rows"]
 
 
 @pytest.fixture(autouse=True)

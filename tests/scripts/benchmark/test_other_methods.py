@@ -5,6 +5,7 @@ import json
 import pytest
 import torch
 import torch.nn.functional as F
+from support.script_runs import rows_of
 
 from hf_effattn.measuring.candidate_errors import CandidateErrors
 from hf_effattn.measuring.errors import relative_error
@@ -97,7 +98,7 @@ def test_benchmark_other_methods(real_model_folder, tmp_path, monkeypatch):
     monkeypatch.setattr(other_methods, "ORACLE_QUERIES", 16)
     output = tmp_path / "other_methods.json"
     other_methods.main("512", repeats=1, output=output)
-    *rows, training = json.loads(output.read_text(encoding="utf-8"))["rows"]
+    *rows, training = rows_of(output)
     assert (training["part"], training["method"], training["error"]) == (
         other_methods.TRAINING,
         other_methods.OURS[0],
@@ -111,7 +112,7 @@ def test_benchmark_other_methods(real_model_folder, tmp_path, monkeypatch):
     monkeypatch.setattr(other_methods, "measure", None)
     monkeypatch.setattr(other_methods, "measure_training", None)
     other_methods.main("512", repeats=1, output=output)
-    assert json.loads(output.read_text(encoding="utf-8"))["rows"] == [*rows, training]
+    assert rows_of(output) == [*rows, training]
 
 
 def test_the_best_settings_by_hand():
@@ -176,7 +177,7 @@ def test_heads_that_share_a_budget(real_model_folder, tmp_path, monkeypatch):
     layer_budgets.OTHER_METHODS.write_text(json.dumps({"rows": known}), encoding="utf-8")
     output = tmp_path / "layer_budgets.json"
     layer_budgets.main("400", repeats=1, output=output)
-    rows = json.loads(output.read_text(encoding="utf-8"))["rows"]
+    rows = rows_of(output)
     shared = {row["budget"]: row for row in rows if "budget" in row and "part" not in row}
     assert list(shared) == list(other_methods.TARGETS)
     for budget, row in shared.items():

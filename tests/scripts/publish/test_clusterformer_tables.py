@@ -1,22 +1,10 @@
 """The tables of ClusterFormer's results beside the paper's numbers, made of results that stand here."""
 
-import pytest
-from support.stored_results import keeper
+from support.stored_results import cells
 
 from scripts.publish import clusterformer_tables
 from scripts.publish import cst_tables as paper_tables
 from scripts.reproduce.classification import settings_of
-
-
-@pytest.fixture
-def keep(tmp_path, monkeypatch):
-    return keeper(tmp_path, monkeypatch)
-
-
-def cells(table, row):
-    """The cells of the row that begins so."""
-    line = next(line for line in table.splitlines() if line.startswith(f"| {row} |"))
-    return [cell.strip() for cell in line.strip("|").split("|")][1:]
 
 
 def header(table):

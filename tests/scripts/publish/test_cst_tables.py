@@ -1,14 +1,8 @@
 """The tables beside the papers' numbers, made of results that stand here."""
 
-import pytest
-from support.stored_results import keeper
+from support.stored_results import cells
 
 from scripts.publish import cst_tables as paper_tables
-
-
-@pytest.fixture
-def keep(tmp_path, monkeypatch):
-    return keeper(tmp_path, monkeypatch)
 
 
 def trained(task, model, seed=0, **metrics):
@@ -19,12 +13,6 @@ def trained(task, model, seed=0, **metrics):
         "steps": None,
         "arguments": {"num_train_epochs": "2"},
     } | metrics
-
-
-def cells(table, row):
-    """The cells of the row that begins so."""
-    line = next(line for line in table.splitlines() if line.startswith(f"| {row}"))
-    return [cell.strip() for cell in line.strip("|").split("|")][1:]
 
 
 def test_what_has_not_been_run_says_so(keep):

@@ -1,32 +1,14 @@
 """The table of text classification: its data, its sweeps, and that it goes on where it stopped."""
 
-import gzip
 import json
 
 import pytest
 import typer
+from support.script_runs import rows_of, write_gzip
 
 from hf_effattn import ClusterFormerConfig
 from scripts.reproduce import answer_ranking, classification_data
 from scripts.reproduce import classification as classification_table
-from scripts.shared import data as shared_data
-
-
-def rows_of(path):
-    return json.loads(path.read_text(encoding="utf-8"))["rows"]
-
-
-def write_gzip(path, data):
-    path.parent.mkdir(parents=True, exist_ok=True)
-    path.write_bytes(gzip.compress(data))
-
-
-@pytest.fixture
-def data_folder(tmp_path, monkeypatch):
-    """An empty folder where the data sets are looked up."""
-    folder = tmp_path / "data"
-    monkeypatch.setenv(shared_data.VARIABLE, str(folder))
-    return folder
 
 
 def write_texts(folder):

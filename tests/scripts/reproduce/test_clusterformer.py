@@ -1,38 +1,20 @@
 """The experiments about ClusterFormer run on small data, keep what they measure, and go on where they stopped."""
 
 import gzip
-import json
 from functools import partial
 
 import numpy as np
 import pytest
 import torch
 import typer
+from support.script_runs import rows_of, write_gzip
 from torch._subclasses.fake_tensor import FakeTensorMode
 
 from hf_effattn.ops import cluster_queries
 from scripts.benchmark import clusterformer as benchmark_clusterformer
 from scripts.reproduce import digits as mnist_clustering
 from scripts.reproduce import partner_recall
-from scripts.shared import data as shared_data
 from scripts.shared.runs import KeptRuns, mean_and_deviation
-
-
-def rows_of(path):
-    return json.loads(path.read_text(encoding="utf-8"))["rows"]
-
-
-@pytest.fixture
-def data_folder(tmp_path, monkeypatch):
-    """An empty folder where the data sets are looked up."""
-    folder = tmp_path / "data"
-    monkeypatch.setenv(shared_data.VARIABLE, str(folder))
-    return folder
-
-
-def write_gzip(path, data):
-    path.parent.mkdir(parents=True, exist_ok=True)
-    path.write_bytes(gzip.compress(data))
 
 
 def write_idx(path, array):
@@ -163,7 +145,7 @@ def test_partner_recall(tmp_path, monkeypatch):
 def test_full_attention_recalls_partners():
     run = {"length": 8, "clusters": 2, "window_blocks": 2, "routing": "full attention", "seed": 0}
     sizes = partner_recall.Sizes(hidden_size=32, steps=400, words=256, learning_rate=5e-3, dtype="float32")
-    found = partner_recall.measure(run, sizes, torch.device("cpu"), lambda: None)
+    found = partner_recall.measure(run, sizes, torch.device("cpu"))
     assert found["accuracy"] > 95
 
 

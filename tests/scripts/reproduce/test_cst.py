@@ -1,12 +1,12 @@
 """The benchmark of slice attention and the training of its models, at small sizes."""
 
-import gzip
 import json
 from dataclasses import replace
 
 import pytest
 import torch
 import typer
+from support.script_runs import rows_of, write_gzip
 
 from scripts.benchmark import cst as benchmark_cst
 from scripts.reproduce import cst as cst_training
@@ -17,7 +17,7 @@ def test_layers_are_measured_and_kept(tmp_path):
     output = tmp_path / "results" / "cst.json"
     options = {"width": 32, "heads": 2, "slice_length": 8, "repeats": 1, "cosines": False, "output": output}
     benchmark_cst.main("64", **options)
-    first = json.loads(output.read_text())["rows"]
+    first = rows_of(output)
     assert [(row["part"], row["attention"]) for row in first] == [
         (part, name) for part in ("layer", "attention") for name in ("slices", "SDPA")
     ]
@@ -26,7 +26,7 @@ def test_layers_are_measured_and_kept(tmp_path):
         assert row["forward_backward_peak_bytes"] > row["forward_peak_bytes"] > 0
         assert row["attention"] == "slices" or row["forward_backward_speedup"] == 1
     benchmark_cst.main("64,104", **options)
-    second = json.loads(output.read_text())["rows"]
+    second = rows_of(output)
     assert second[:4] == first
     assert {row["length"] for row in second[4:]} == {104}
 
@@ -48,11 +48,6 @@ def test_conversions_are_measured(real_model_folder, monkeypatch):
     means = {(row["conversion"], row["extension_ratio"]): row["cosine_mean"] for row in rows}
     assert len(means) == 8
     assert means["merged", 3] > means["merged", 1] > means["merged, no sinks", 1] > means["the paper's sum", 1]
-
-
-def write_gzip(path, text):
-    path.parent.mkdir(parents=True, exist_ok=True)
-    path.write_bytes(gzip.compress(text.encode()))
 
 
 @pytest.fixture
@@ -89,7 +84,7 @@ def test_models_of_a_task_are_trained_and_kept(task, small_tasks, tmp_path, monk
     names = list(cst_training.TASKS[task].models)[-2:]
     arguments = {"models": ";".join(names), "steps": 2, "output": output, "dtype": "float32"}
     cst_training.main(task, **arguments)
-    rows = json.loads(output.read_text())["rows"]
+    rows = rows_of(output)
     assert [(row["task"], row["model"], row["steps"]) for row in rows] == [(task, name, 2) for name in names]
     metric = (
         "word_perplexity"
@@ -101,7 +96,7 @@ def test_models_of_a_task_are_trained_and_kept(task, small_tasks, tmp_path, monk
     assert len({row["parameters"] for row in rows}) == len(rows)
     monkeypatch.setattr(cst_training, "train", None)
     cst_training.main(task, **arguments)
-    assert json.loads(output.read_text())["rows"] == rows
+    assert rows_of(output) == rows
     assert "written" in capsys.readouterr().out
 
 
@@ -143,7 +138,7 @@ def test_costs_of_a_step(small_tasks, tmp_path):
     output = tmp_path / "cst.json"
     for _ in range(2):  # measured once
         cst_training.main("IMDb bytes", costs=True, repeats=1, dtype="float32", output=output)
-    rows = json.loads(output.read_text())["rows"]
+    rows = rows_of(output)
     assert [row["model"] for row in rows] == list(cst_training.TASKS["IMDb bytes"].models)
     assert rows[0]["speedup"] == 1
     assert all(row["step_ms"] > 0 and row["step_peak_bytes"] > 0 for row in rows)

@@ -2,10 +2,10 @@
 
 import gzip
 import json
-import shutil
 
 import numpy as np
 import pytest
+from support.script_runs import whole_and_resumed
 from transformers import AutoModelForSequenceClassification
 
 from hf_effattn import training
@@ -108,12 +108,10 @@ def test_metrics_by_hand():
 def test_run_glue_learns_resumes_and_predicts(folder, tmp_path):
     common = [*RUN, "--task_name", "cola", "--data_dir", str(folder), "--config_overrides", TINY]
     common += "--do_train --do_eval --do_predict --max_steps 60 --save_steps 30".split()  # noqa: SIM905
-    whole = run_glue.main([*common, "--output_dir", str(tmp_path / "whole")])
+    whole, resumed = whole_and_resumed(run_glue.main, common, tmp_path, step=30)
     assert whole["eval_matthews_correlation"] == 1.0
     assert (tmp_path / "whole" / "CoLA.tsv").read_text() == "index\tprediction\n0\t0\n1\t1\n"
-    shutil.copytree(tmp_path / "whole" / "checkpoint-30", tmp_path / "stopped" / "checkpoint-30")
-    resume = ["--output_dir", str(tmp_path / "stopped"), "--resume_from_checkpoint", "last"]
-    assert run_glue.main([*common, *resume])["eval_loss"] == pytest.approx(whole["eval_loss"], abs=1e-6)
+    assert resumed["eval_loss"] == pytest.approx(whole["eval_loss"], abs=1e-6)
     model = AutoModelForSequenceClassification.from_pretrained(tmp_path / "whole")
     assert model.config.id2label == {0: "unacceptable", 1: "acceptable"}
 

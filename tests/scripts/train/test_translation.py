@@ -4,10 +4,10 @@ import gzip
 import json
 import math
 import random
-import shutil
 
 import pytest
 import sacrebleu
+from support.script_runs import whole_and_resumed
 from transformers import AutoModelForSeq2SeqLM, AutoTokenizer, ByT5Tokenizer
 
 from hf_effattn import training
@@ -214,10 +214,7 @@ def test_a_dictionary_is_learnt(assignment, pairs, tmp_path):
 def test_a_run_that_is_resumed_ends_as_one_that_was_not(pairs, tmp_path):
     common = [*pairs, *scratch("clusterformer", hidden_dropout_prob=0.1), "--do_train", "--do_predict"]
     common += ["--max_steps", "40", "--save_steps", "20"]
-    whole = run_translation.main([*common, "--output_dir", str(tmp_path / "whole")])
-    shutil.copytree(tmp_path / "whole" / "checkpoint-20", tmp_path / "stopped" / "checkpoint-20")
-    resume = ["--output_dir", str(tmp_path / "stopped"), "--resume_from_checkpoint", "last"]
-    resumed = run_translation.main([*common, *resume])
+    whole, resumed = whole_and_resumed(run_translation.main, common, tmp_path, step=20)
     assert resumed["test_loss"] == pytest.approx(whole["test_loss"], abs=1e-6)
     assert resumed["test_bleu"] == pytest.approx(whole["test_bleu"])
     translations = [lines(tmp_path / name / "test_translations.txt") for name in ("whole", "stopped")]
