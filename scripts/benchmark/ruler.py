@@ -20,7 +20,7 @@ from rich.progress import track
 
 import hf_effattn
 
-from ..shared.command_line import run_with_help
+from ..shared.command_line import check_names, run_with_help
 from ..shared.runs import RESULTS, KeptRuns, print_table
 from .language_model import EXACT, METHODS, WEIGHTS, load
 
@@ -68,10 +68,8 @@ def main(
     output: Path = RESULTS / "ruler.json",
 ) -> None:
     """Measure what the output file does not hold yet, keep it as JSON after every task, and print the table."""
-    for given, allowed in ((methods, METHODS), (tasks, TASKS)):
-        unknown = set(given.split(",")) - set(allowed)
-        if unknown:
-            raise typer.BadParameter(f"unknown: {', '.join(sorted(unknown))}; choose from {', '.join(allowed)}")
+    check_names("methods", methods.split(","), METHODS)
+    check_names("tasks", tasks.split(","), TASKS)
     model, tokenizer = load()
     kept = KeptRuns(output, {"model": WEIGHTS, "prompts": prompts})
     names = [EXACT, *methods.split(",")]
