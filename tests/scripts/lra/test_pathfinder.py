@@ -4,7 +4,7 @@ import numpy as np
 import pytest
 
 from scripts.lra.paddles import WINDOW, paddle_tables
-from scripts.lra.pathfinder import CHUNK, PathfinderSettings, generate_pathfinder
+from scripts.lra.pathfinder import PathfinderSettings, generate_pathfinder
 
 SIZE = 32
 SIDE = 2 * WINDOW + 1
@@ -70,35 +70,6 @@ def test_joined_circles_are_connected_in_the_pixels(images):
         assert shown[end]
         assert end in reachable(shown, first)
         assert (end == second) == bool(label)
-
-
-def test_no_dash_touches_another_path(images):
-    """The dark pixels beside it apart, no pixel belongs to two long paths."""
-    ink = paddle_tables().ink[0].reshape(-1, SIDE, SIDE)
-    for paths in images.dashes:
-        first, second = (
-            {
-                (row + down - WINDOW, column + right - WINDOW)
-                for direction, row, column in path
-                for down, right in np.argwhere(ink[direction] >= 80)
-            }
-            for path in paths
-        )
-        assert not first & second
-
-
-def test_statistics(images):
-    """Half the labels each; brightness, and the circles' places, are no hint."""
-    count = len(images.labels)
-    assert count == CHUNK
-    assert images.pixels.shape == (CHUNK, SIZE * SIZE)
-    assert abs(images.labels.mean() - 0.5) < 4 * 0.5 / count**0.5
-    apart, joined = (images.labels == 0, images.labels == 1)
-    distance = np.linalg.norm(images.circles[:, 0] - images.circles[:, 1], axis=1)
-    for feature in (images.pixels.mean(axis=1), distance):
-        error = (feature[apart].var() / apart.sum() + feature[joined].var() / joined.sum()) ** 0.5
-        assert abs(feature[apart].mean() - feature[joined].mean()) < 4 * error
-    assert (images.pixels.max(axis=1) == 255).all()
 
 
 def test_a_chunk_depends_on_seed_split_and_number_only():

@@ -29,14 +29,6 @@ def test_converted_models_are_compared_seed_by_seed(keep):
     assert cells(paper_tables.converted(), "BERT, CST") == ["91.00, 88.00", "-1.50"]
 
 
-def test_language_models_have_their_costs_and_the_papers_perplexity(keep):
-    task, model = "WikiText-2, 256 tokens", "CST L=32 α=3"
-    cost = {"task": task, "model": model, "measured": "step", "step_ms": 12.3, "speedup": 1.5}
-    keep("cst_training", [trained(task, model, perplexity=50.0, parameters=2e6), cost])
-    found = cells(paper_tables.language_models(), f"{task}: {model}")
-    assert found == ["50.0", "2.00 M", "1.50×", "34.18 (1.51×)"]
-
-
 def test_approximations_are_means_over_the_seeds_of_one_model(keep):
     values = [("full", 0.6, 0), ("i-clustered-25", 0.58, 0), ("i-clustered-25", 0.60, 0), ("i-clustered-25", 0.3, 1)]
     identity = {"task": "cola", "model": "m", "samples": None, "data": {"data_dir": "glue"}}
