@@ -1,4 +1,4 @@
-"""BLEU is sacrebleu's, parallel files must agree, and `train/translation.py` goes from the files to the translations."""
+"""BLEU is sacrebleu's, parallel files must agree, and `train/translation.py` translates what it is trained on."""
 
 import gzip
 import json
