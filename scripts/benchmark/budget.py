@@ -8,7 +8,6 @@ book, interleaved.
 
     python -m scripts.benchmark.budget              # writes scripts/results/budget.json
     python -m scripts.benchmark.budget --speed      # the times alone, for a machine with nothing else to do
-    python -m scripts.benchmark.budget --check      # of the times what a tolerance's check adds, in more rounds
     python -m scripts.benchmark.budget --decoder    # SmolLM2, strict, at 4,096: scripts/results/budget_decoder.json
 
 What the output file holds is not measured again.
@@ -26,30 +25,29 @@ import pandas as pd
 import torch
 import torch.nn.functional as F
 import typer
-from rich.progress import track
 
 from hf_effattn.measuring.candidate_errors import CANDIDATES, default_candidates, text_errors, text_squares
 from hf_effattn.measuring.candidates import name_settings
 from hf_effattn.measuring.choosing import OfHeads, errors_of, held_out_coverage, least_margin
-from hf_effattn.measuring.cost import compare, interleaved_rounds, median_ratio, timed
+from hf_effattn.measuring.cost import compare, timed
 from hf_effattn.ops import predicted_error, query_residuals
 from hf_effattn.patching.methods import Method, make_method
 from hf_effattn.patching.methods.clustered import BiClustered
 from hf_effattn.patching.methods.per_head import PerHead
-from hf_effattn.patching.tolerance import MethodOutput
+from hf_effattn.patching.tolerance import Attended
 from hf_effattn.reporting.calibration import COVERAGE
 from hf_effattn.samples.model import load_model
 from hf_effattn.samples.texts import Book, Passages
 
 from ..shared.command_line import run_with_help
-from ..shared.runs import KeptRuns
+from ..shared.runs import RESULTS, KeptRuns, print_table
 from ._inputs import Inputs, book_text, layer_inputs
+from ._timing import CPU, Lengths, Repeats, Rows, keep_missing, numbers
 from .language_model import WEIGHTS
 from .language_model import load as load_decoder
 from .retrieval import read_meetings
 
 EXACT = "exact"
-LENGTHS = (512, 4096, 8192)
 BUDGETS = (0.05, 0.1, 0.2)
 TIMED_LENGTH = 8192
 DECODER_LENGTH = 4096
@@ -63,7 +61,6 @@ HELD_OUT = (
 )  # fmt: skip
 MEETINGS = 4
 LETTERS_READ = 600_000  # of a book
-CHECK_ROUNDS = 5
 DIGITS = 4
 LARGEST = 99.0  # for JSON, which has no infinite numbers
 
@@ -119,7 +116,7 @@ def measure_errors(run: dict[str, Any], decoder: bool = False) -> dict[str, Any]
             of_layers.append([])
         for candidate in candidates(decoder):
             output = candidate.run(query, key, value, causal=decoder)
-            attended = MethodOutput(query, key, value, None, None, decoder, output)
+            attended = Attended(query, key, value, None, None, decoder, output)
             of_heads = {"errors": text_errors(text_squares(exact, output.transpose(1, 2), None), key.shape[1])}
             of_heads["bounds"] = attended.sampled_errors()[1].unflatten(1, (-1, group)).amax(dim=2)
             if not decoder:
@@ -129,19 +126,19 @@ def measure_errors(run: dict[str, Any], decoder: bool = False) -> dict[str, Any]
     return {"kind": "errors", **run, **found}
 
 
-def stacked(rows: list[dict[str, Any]], name: str) -> torch.Tensor:
+def stacked(rows: Rows, name: str) -> torch.Tensor:
     """Of every text, candidate, layer and head, `(T, R, L, H)`."""
     return torch.tensor([row[name] for row in rows]).transpose(1, 2)
 
 
-def calibrated(rows: list[dict[str, Any]], length: int, budget: float) -> tuple[torch.Tensor, float, float]:
+def calibrated(rows: Rows, length: int, budget: float) -> tuple[torch.Tensor, float, float]:
     """The table of heads `(L, H)` that the calibration texts give, its margin, and its coverage of texts left out."""
     errors = stacked([row for row in rows if (row["length"], row["part"]) == (length, "calibrated")], "errors")
     margin = least_margin(errors, budget, COVERAGE, OfHeads())
     return OfHeads().choose(errors, budget, margin), margin, held_out_coverage(errors, budget, margin, OfHeads())
 
 
-def coverage(rows: list[dict[str, Any]]) -> pd.DataFrame:
+def coverage(rows: Rows) -> pd.DataFrame:
     """The part of held-out (layer, head, text) triples within each budget, without and with a tolerance."""
     found = []
     for length in sorted({row["length"] for row in rows if row["part"] != "calibrated"}):
@@ -209,8 +206,11 @@ def best_uniform(
 
 
 @torch.no_grad()
-def measure_speed(rows: list[dict[str, Any]], length: int, repeats: int) -> list[dict[str, Any]]:
-    """Times of all layers' attention: exact, calibrated heads with and without a tolerance, the best of all alike."""
+def measure_speed(rows: Rows, length: int, repeats: int) -> Rows:
+    """Times of all layers' attention: exact, calibrated heads with and without a tolerance, the best of all alike.
+
+    And the part of the time of calibrated heads that their check adds.
+    """
     run = {"part": "books", "text": HELD_OUT[0], "length": length}
     layers = inputs_of(run)
     (row,) = [row for row in rows if run.items() <= row.items()]
@@ -219,13 +219,14 @@ def measure_speed(rows: list[dict[str, Any]], length: int, repeats: int) -> list
     for method in (*candidates(), None):
         attend = F.scaled_dot_product_attention if method is None else method.run
         attend(*layers[0])
-        costs.append(timed(partial(attend, *layers[0]), torch.device("cpu"))[1])
+        costs.append(timed(partial(attend, *layers[0]), CPU)[1])
 
     calls: dict[str, Callable[[], object]] = {EXACT: all_layers(None, layers)}
     about: dict[str, dict[str, Any]] = {EXACT: {"call": EXACT}}
     for budget in BUDGETS:
         table, margin, _ = calibrated(rows, length, budget)
-        heads, checked = checked_and_not(table, budget)
+        heads = PerHead(candidates=candidates(), heads=table.tolist(), min_length=0)
+        checked = replace(heads, tolerance=budget, on_excess="warn")
         worst = float(errors_of(table, errors).max())
         uniform, described = best_uniform(errors[0], layers, max(worst, budget), costs)
         named: dict[str, Method] = {
@@ -242,8 +243,13 @@ def measure_speed(rows: list[dict[str, Any]], length: int, repeats: int) -> list
         warnings.simplefilter("ignore")  # heads above the tolerance, on purpose
         for call in calls.values():
             call()
-        times = compare(calls, {EXACT}, torch.device("cpu"), repeats)
-    return [{"kind": "speed", "length": length, **about[name], **times[name]} for name in calls]
+        times = compare(calls, {EXACT}, CPU, repeats)
+    rows = [{"kind": "speed", "length": length, **about[name], **times[name]} for name in calls]
+    for budget in BUDGETS:
+        plain, checked = (times[f"per head{check} {budget}"] for check in ("", ", checked"))
+        added = plain["speedup"] / checked["speedup"] - 1
+        rows.append({"kind": "check", "length": length, "budget": budget, "rounds": plain["rounds"], "added": added})
+    return rows
 
 
 def all_layers(chosen: Method | None, layers: list[Inputs]) -> Callable[[], None]:
@@ -257,61 +263,28 @@ def all_layers(chosen: Method | None, layers: list[Inputs]) -> Callable[[], None
     return attend
 
 
-def checked_and_not(table: torch.Tensor, budget: float) -> tuple[PerHead, PerHead]:
-    """Heads with the candidates of a table, and the same with the budget as a tolerance that recomputes none."""
-    heads = PerHead(candidates=candidates(), heads=table.tolist(), min_length=0)
-    return heads, replace(heads, tolerance=budget, on_excess="warn")
-
-
-@torch.no_grad()
-def measure_check(rows: list[dict[str, Any]], length: int, rounds: int) -> list[dict[str, Any]]:
-    """The part of the time of calibrated heads that their check adds: the median of interleaved rounds, by budget."""
-    layers = inputs_of({"part": "books", "text": HELD_OUT[0], "length": length})
-    found = []
-    for budget in BUDGETS:
-        table, _, _ = calibrated(rows, length, budget)
-        methods = zip(("plain", "checked"), checked_and_not(table, budget), strict=True)
-        calls = {name: all_layers(method, layers) for name, method in methods}
-        with warnings.catch_warnings():
-            warnings.simplefilter("ignore")  # heads above the tolerance, on purpose
-            for call in calls.values():
-                call()
-            seconds = interleaved_rounds(calls, torch.device("cpu"), rounds)
-        ratio = median_ratio(seconds["checked"], seconds["plain"])
-        line = {"kind": "check", "length": length, "budget": budget, "rounds": len(seconds["plain"])}
-        found.append(line | {"added": None if ratio is None else ratio - 1})
-    return found
-
-
 def main(
-    lengths: Annotated[str, typer.Option(help="Comma-separated numbers of tokens.")] = ",".join(map(str, LENGTHS)),
+    lengths: Lengths = "512,4096,8192",
     speed: Annotated[bool, typer.Option(help="The times alone; the errors have to be there.")] = False,
-    check: Annotated[bool, typer.Option(help="What the check adds to the times alone.")] = False,
-    repeats: Annotated[int, typer.Option(help="Rounds of timing, of the check five times as many.")] = 3,
+    repeats: Repeats = 15,
     decoder: Annotated[bool, typer.Option(help="The errors of SmolLM2, at 4,096 tokens.")] = False,
     output: Path | None = None,
 ) -> None:
-    """Measure the errors, or with --speed or --check the times, and print all tables."""
+    """Measure the errors, or with --speed the times, and print all tables."""
     settings = {"model": WEIGHTS if decoder else "all-MiniLM-L6-v2", "candidates": default_candidates(causal=decoder)}
     if decoder:
         lengths = str(DECODER_LENGTH)
-    results = Path(__file__).parents[1] / "results"
-    kept = KeptRuns(output or results / ("budget_decoder.json" if decoder else "budget.json"), settings)
-    if not (speed or check):
-        wanted = [one | {"length": length} for length in map(int, lengths.split(",")) for one in texts(length)]
-        for run in track(kept.missing(wanted), description="texts"):
-            kept.add(measure_errors(run, decoder))
-    errors = [row for row in kept.rows if row["kind"] == "errors"]
+    kept = KeptRuns(output or RESULTS / ("budget_decoder.json" if decoder else "budget.json"), settings)
+    if not speed:
+        runs = [text | {"length": length} for length in numbers(lengths) for text in texts(length)]
+        keep_missing(kept, runs, lambda run: [measure_errors(run, decoder)], "texts")
+    errors = kept.matching({"kind": "errors"})
     if speed and not kept.matching({"kind": "speed"}):
         kept.add(*measure_speed(errors, TIMED_LENGTH, repeats))
-    if check and not kept.matching({"kind": "check"}):
-        kept.add(*measure_check(errors, TIMED_LENGTH, CHECK_ROUNDS * repeats))
-    with pd.option_context("display.width", 250, "display.max_columns", 30, "display.precision", 3):
-        print(coverage(errors).to_string(index=False))
-        for kind in "speed", "check":
-            if timed_rows := kept.matching({"kind": kind}):
-                print(pd.DataFrame(timed_rows).drop(columns=list(kept.machine)).to_string(index=False))
-    print(f"written: {kept.path}")
+    print_table(coverage(errors), kept.path)
+    for kind in "speed", "check":
+        if timed_rows := kept.matching({"kind": kind}):
+            print_table(pd.DataFrame(timed_rows).drop(columns=list(kept.machine)))
 
 
 if __name__ == "__main__":

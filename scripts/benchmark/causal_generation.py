@@ -16,7 +16,7 @@ import hf_effattn
 from hf_effattn.measuring.environment import environment
 
 from ..shared.command_line import run_with_help
-from ..shared.runs import print_table
+from ..shared.runs import RESULTS, print_table
 from ._inputs import SKIPPED, held_out_tokens, load_causal_model
 from ._scores import counted_scores
 
@@ -42,7 +42,7 @@ def main(
     prompts: int = 10,
     prompt_length: int = 900,
     new_tokens: int = 200,
-    output: Path = Path(__file__).parents[1] / "results" / "causal_generation.json",
+    output: Path = RESULTS / "causal_generation.json",
 ) -> None:
     """Write every continuation, count the equal ones, print the table and keep it as JSON."""
     loaded, tokenizer = load_causal_model(model)

@@ -17,16 +17,14 @@ import warnings
 from collections.abc import Callable
 from contextlib import nullcontext
 from functools import partial
-from math import log, sqrt
+from itertools import product
+from math import sqrt
 from pathlib import Path
 from typing import Annotated, Any
 
-import pandas as pd
 import torch
 import typer
-from rich.progress import track
 
-from hf_effattn.measuring.cost import compare, peak_memory_added
 from hf_effattn.measuring.environment import environment
 from hf_effattn.measuring.exact_kernels import CHOSEN_BY_TORCH, exact_contexts, run_in
 from hf_effattn.models.clusterformer import ClusterFormerConfig
@@ -34,7 +32,8 @@ from hf_effattn.models.clusterformer.modeling_clusterformer import ClusterFormer
 from hf_effattn.models.clusterformer.sorting import SortedWords
 
 from ..shared.command_line import run_with_help
-from ..shared.runs import KeptRuns, print_table
+from ..shared.runs import RESULTS, KeptRuns, print_rows
+from ._timing import Repeats, Rows, keep_missing, numbers, time_calls
 
 EXACT = f"exact ({CHOSEN_BY_TORCH})"
 ROUTINGS: dict[str, dict[str, Any]] = {
@@ -114,9 +113,7 @@ def by_kernels(call: Callable[[], Any]) -> Callable[[], Any]:
     return checked
 
 
-def measure(
-    case: dict[str, Any], sizes: dict[str, int], factor: float, device: torch.device, repeats: int
-) -> list[dict[str, Any]]:
+def measure(case: dict[str, Any], sizes: dict[str, int], factor: float, device: torch.device, repeats: int) -> Rows:
     """A row for every routing: milliseconds, times faster than exact, and peak memory of all parts and passes."""
     length = case["length"]
     clusters = max(1, round(sqrt(factor * length)))
@@ -125,57 +122,20 @@ def measure(
     words = words.to(device, getattr(torch, case["dtype"])).requires_grad_()
     layers = {name: TimedLayer(settings, sizes, words, clusters) for name, settings in ROUTINGS.items()}
     heads = sizes["num_attention_heads"]
-    one = words.detach().unflatten(-1, (heads, -1)).transpose(1, 2)
-    kernels = {f"exact ({name})": context for name, context in exact_contexts(one, one, one).items()}
+    by_head = words.detach().unflatten(-1, (heads, -1)).transpose(1, 2)
+    contexts = exact_contexts(by_head, by_head, by_head)
+    kernels = {f"exact ({name})": context for name, context in contexts.items()}
     rows: dict[str, dict[str, Any]] = {
         name: case | {"routing": name, "clusters": clusters} for name in dict.fromkeys([*layers, *kernels])
     }
-    for part in PARTS:
-        for passing in PASSES:
-            calls: dict[str, Callable[[], Any]] = {}
-            for name in rows:
-                layer_call = partial(getattr(layers.get(name, layers[EXACT]), passing), part)
-                call = partial(run_in, kernels.get(name, nullcontext), layer_call)
-                try:  # the warm-up round too
-                    _, rows[name][f"{part}_{passing}_peak_bytes"] = peak_memory_added(by_kernels(call), device)
-                except Exception as error:  # no memory, or a kernel that this chip has no room for
-                    rows[name][f"{part}_{passing}_refused"] = str(error).splitlines()[0]
-                    continue
-                calls[name] = call
-            for name, found in compare(calls, kernels, device, repeats).items():
-                rows[name] |= {f"{part}_{passing}_{field}": value for field, value in found.items()}
+    for part, one_pass in product(PARTS, PASSES):
+        calls = {}
+        for name in rows:
+            layer_call = partial(getattr(layers.get(name, layers[EXACT]), one_pass), part)
+            calls[name] = by_kernels(partial(run_in, kernels.get(name, nullcontext), layer_call))
+        for name, found in time_calls(calls, kernels, device, repeats, f"{part}_{one_pass}_").items():
+            rows[name] |= found
     return list(rows.values())
-
-
-def growth(rows: list[dict[str, Any]], column: str) -> list[float | None]:
-    """The power of the length that `column` grew with since the length before: 1 is linear, 1.5 is N√N."""
-    powers: list[float | None] = []
-    for row in rows:
-        same = ("dtype", "batch", "routing")
-        before = [
-            other
-            for other in rows
-            if all(other[name] == row[name] for name in same) and other["length"] < row["length"] and other.get(column)
-        ]
-        if not before or not row.get(column):
-            powers.append(None)
-            continue
-        last = max(before, key=lambda other: other["length"])
-        powers.append(log(row[column] / last[column]) / log(row["length"] / last["length"]))
-    return powers
-
-
-def table(rows: list[dict[str, Any]]) -> pd.DataFrame:
-    """What a reader wants to see of the rows: times, and memory of the training step in MiB."""
-    frame = pd.DataFrame(rows)
-    shown = frame[["dtype", "batch", "length", "clusters", "routing"]].copy()
-    for part in PARTS:
-        for passing in PASSES:
-            for what in ("ms", "speedup"):
-                shown[f"{part} {passing} {what}"] = frame[f"{part}_{passing}_{what}"]
-    shown["layer step growth"] = growth(rows, "layer_forward_backward_ms")
-    shown["layer step MiB"] = frame["layer_forward_backward_peak_bytes"] / 2**20
-    return shown.sort_values(["dtype", "batch", "length"], kind="stable")
 
 
 def main(
@@ -185,8 +145,8 @@ def main(
     hidden_size: int = 300,
     heads: int = 4,
     factor: Annotated[float, typer.Option(help="Clusters are the root of this times the length; paper: 1.")] = 2.0,
-    repeats: Annotated[int, typer.Option(help="Rounds of timing; short calls get more.")] = 5,
-    output: Path = Path(__file__).parents[1] / "results" / "benchmark_clusterformer.json",
+    repeats: Repeats = 5,
+    output: Path = RESULTS / "benchmark_clusterformer.json",
 ) -> None:
     """Measure what the output file does not hold yet, keep it as JSON after every length, and print the table."""
     device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
@@ -194,15 +154,10 @@ def main(
     machine = environment(device)
     settings = {"sizes": sizes, "factor": factor, "repeats": repeats}
     kept = KeptRuns(output, settings | {name: machine[name] for name in ("device_name", "threads")}, device)
-    cases = [
-        {"dtype": dtype, "batch": int(batch), "length": int(length)}
-        for dtype in dtypes.split(",")
-        for batch in batches.split(",")
-        for length in (lengths or DEFAULT_LENGTHS[device.type]).split(",")
-    ]
-    for case in track(kept.missing(cases), description="lengths"):
-        kept.add(*measure(case, sizes, factor, device, repeats))
-    print_table(table(kept.rows), output)
+    shapes = product(dtypes.split(","), numbers(batches), numbers(lengths or DEFAULT_LENGTHS[device.type]))
+    cases = [{"dtype": dtype, "batch": batch, "length": length} for dtype, batch, length in shapes]
+    keep_missing(kept, cases, lambda case: measure(case, sizes, factor, device, repeats), "lengths")
+    print_rows(kept)
 
 
 if __name__ == "__main__":

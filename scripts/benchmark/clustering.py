@@ -6,25 +6,20 @@ improved clustered attention with those labels. This is what the defaults of `cl
     python -m scripts.benchmark.clustering                 # writes scripts/results/benchmark_clustering.json
 """
 
-import json
 from functools import partial
 from pathlib import Path
-from typing import Annotated, Any
+from typing import Any
 
-import pandas as pd
-import torch
 import torch.nn.functional as F
-import typer
-from rich.progress import track
 
 from hf_effattn.measuring.cost import interleaved_rounds, median
-from hf_effattn.measuring.environment import environment
 from hf_effattn.measuring.errors import relative_error
 from hf_effattn.ops import cluster_queries, improved_clustered_attention
 
 from ..shared.command_line import run_with_help
-from ..shared.runs import print_table
+from ..shared.runs import RESULTS, KeptRuns, print_rows
 from ._inputs import attention_inputs
+from ._timing import CPU, Lengths, Repeats, Rows, keep_missing, numbers
 
 EVERY_QUERY = 2**31
 # Name: (arguments of cluster_queries, whether the keys' metric is used).
@@ -44,9 +39,9 @@ CLUSTERINGS: dict[str, tuple[dict[str, Any], bool]] = {
 }
 
 
-def measure(length: int, clusters: int, topk: int, repeats: int) -> list[dict[str, Any]]:
+def measure(run: dict[str, Any], clusters: int, topk: int, repeats: int) -> Rows:
     """One row per clustering: milliseconds of one layer's labels, and the mean error over the layers."""
-    layers = attention_inputs(length)
+    layers = attention_inputs(run["length"])
     exact = [F.scaled_dot_product_attention(*inputs) for inputs in layers]
     query, key, _ = layers[1]
     calls = {
@@ -55,7 +50,7 @@ def measure(length: int, clusters: int, topk: int, repeats: int) -> list[dict[st
     }
     for call in calls.values():
         call()
-    seconds = interleaved_rounds(calls, torch.device("cpu"), repeats)
+    seconds = interleaved_rounds(calls, CPU, repeats)
     rows = []
     for name, (options, metric) in CLUSTERINGS.items():
         errors = []
@@ -63,33 +58,24 @@ def measure(length: int, clusters: int, topk: int, repeats: int) -> list[dict[st
             labels = cluster_queries(query, clusters, key=key if metric else None, **options)
             actual = improved_clustered_attention(query, key, value, labels, clusters=clusters, topk=topk)
             errors.append(relative_error(expected, actual))
-        rows.append(
-            {
-                "length": length,
-                "clusters": clusters,
-                "topk": topk,
-                "clustering": name,
-                "ms": 1e3 * (median(seconds[name]) or 0.0),
-                "attention_error": sum(errors) / len(errors),
-            }
-        )
+        found = {"ms": 1e3 * (median(seconds[name]) or 0.0), "attention_error": sum(errors) / len(errors)}
+        rows.append(run | {"clustering": name} | found)
     return rows
 
 
 def main(
-    lengths: Annotated[str, typer.Option(help="Comma-separated numbers of tokens.")] = "512,2048,8192",
+    lengths: Lengths = "512,2048,8192",
     clusters: int = 100,
     topk: int = 32,
-    repeats: Annotated[int, typer.Option(help="Rounds of timing; short calls get more.")] = 5,
-    output: Path = Path(__file__).parents[1] / "results" / "benchmark_clustering.json",
+    repeats: Repeats = 5,
+    output: Path = RESULTS / "benchmark_clustering.json",
 ) -> None:
     """Measure every clustering at every length, print the table and keep it as JSON."""
-    rows: list[dict[str, Any]] = []
-    output.parent.mkdir(parents=True, exist_ok=True)
-    for length in track([int(part) for part in lengths.split(",")], description="lengths"):
-        rows += measure(length, clusters, topk, repeats)
-        output.write_text(json.dumps({"environment": environment(), "rows": rows}, indent=1) + "\n")
-    print_table(pd.DataFrame(rows), output, digits=4)
+    settings = {"clusters": clusters, "topk": topk}
+    kept = KeptRuns(output, settings)
+    cases = [{"length": length} for length in numbers(lengths)]
+    keep_missing(kept, cases, partial(measure, **settings, repeats=repeats), "lengths")
+    print_rows(kept)
 
 
 if __name__ == "__main__":

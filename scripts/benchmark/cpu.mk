@@ -5,12 +5,12 @@
 benchmark: $(READY)
 	rm -f scripts/results/benchmark_attention.json scripts/results/benchmark_frontier.json \
 		scripts/results/benchmark_models.json scripts/results/benchmark_other_methods.json \
-		scripts/results/benchmark_busy_machine.json scripts/results/benchmark_layer_budgets.json
+		scripts/results/benchmark_layer_budgets.json scripts/results/benchmark_clustering.json \
+		scripts/results/benchmark_embeddings.json
 	$(BIN)/python -m scripts.benchmark.attention
 	$(BIN)/python -m scripts.benchmark.frontier
 	$(BIN)/python -m scripts.benchmark.other_methods
 	$(BIN)/python -m scripts.benchmark.layer_budgets
-	env -u OMP_WAIT_POLICY $(BIN)/python -m scripts.benchmark.busy_machine
 	$(BIN)/python -m scripts.benchmark.models --shapes base --lengths 1024,4096 --repeats 3
 	$(BIN)/python -m scripts.benchmark.clustering
 	$(BIN)/python -m scripts.benchmark.head_errors

@@ -142,7 +142,7 @@ def main(
     measured = unfinished(kept, f"{prefix}{device}", machine, settings)
     for length in track([one for one in lengths if one not in measured], description="lengths"):
         ratios = speedups(length, heads, head_dim, chosen, repeats, dtype=getattr(torch, dtype), causal=causal)
-        measured[length] = {number: round(ratio, 3) for number, ratio in ratios.items()}
+        measured[length] = {number: max(round(ratio, 3), 0.001) for number, ratio in ratios.items()}
         so_far = {"environment": machine, "settings": settings, "forward_speedup": measured}
         kept.setdefault("unfinished", {})[f"{prefix}{device}"] = so_far
         write(kept, output)

@@ -5,13 +5,11 @@ SDPA's kernels, of which the fastest is what speeds are against. The conversion 
 of all-MiniLM-L6-v2 before any fine-tuning: cosine of its sentence embeddings with those of the exact model.
 
     python -m scripts.benchmark.cst                     # writes scripts/results/benchmark_cst.json
-    python -m scripts.benchmark.cst --lengths "" --cosines   # the conversion alone
 
-What the output file already holds, from this machine, is not measured again: an interrupted run goes on.
+What the output file already holds is not measured again: an interrupted run goes on.
 """
 
 import copy
-import json
 from collections.abc import Callable
 from functools import partial
 from pathlib import Path
@@ -21,23 +19,22 @@ import pandas as pd
 import torch
 import torch.nn.functional as F
 import typer
-from rich.progress import track
 from torch import nn
 
 from hf_effattn import CSTConfig, patch_attention, unpatch_attention
-from hf_effattn.measuring.cost import compare, peak_memory_added
-from hf_effattn.measuring.environment import environment
 from hf_effattn.measuring.exact_kernels import CHOSEN_BY_TORCH, exact_contexts, run_in
 from hf_effattn.models.cst.modeling_cst import CSTLayer, CSTPositions
 from hf_effattn.samples.model import load_model
 from hf_effattn.samples.texts import Passages, bundled_books
 
 from ..shared.command_line import run_with_help
-from ..shared.runs import print_table
+from ..shared.runs import RESULTS, KeptRuns, print_table
+from ._timing import Lengths, Repeats, Rows, keep_missing, numbers, time_calls
 from .embeddings import embed
 
 EXACT = CHOSEN_BY_TORCH
 SLICE = "slices"
+LAYER, CONVERSION = "layer", "conversion"  # what a row is about
 COSINE_LENGTHS = (128, 256, 512)
 CONVERSIONS: dict[str, dict[str, Any]] = {
     "merged": {},
@@ -89,59 +86,43 @@ def forward(module: nn.Module, hidden: torch.Tensor, tables: Any) -> None:
         module(hidden, tables, None)
 
 
-def measure_layers(
-    length: int,
-    width: int,
-    heads: int,
-    slice_length: int,
-    extension_ratio: float,
-    repeats: int,
-    device: torch.device,
-    dtype: torch.dtype,
-) -> list[dict[str, Any]]:
+def measure_layers(run: dict[str, Any], settings: dict[str, Any], device: torch.device, repeats: int) -> Rows:
     """Rows of the layer and of its attention alone: one with slices, one with each kernel of SDPA."""
     torch.manual_seed(0)
+    length, width, heads = run["length"], settings["width"], settings["heads"]
+    dtype = getattr(torch, settings["dtype"])
     config = CSTConfig(
-        hidden_size=width, num_attention_heads=heads, intermediate_size=4 * width, slice_length=slice_length,
-        extension_ratio=extension_ratio, max_position_embeddings=length, hidden_dropout_prob=0.0,
-        attention_probs_dropout_prob=0.0,
+        hidden_size=width, num_attention_heads=heads, intermediate_size=4 * width,
+        slice_length=settings["slice_length"], extension_ratio=settings["extension_ratio"],
+        max_position_embeddings=length, hidden_dropout_prob=0.0, attention_probs_dropout_prob=0.0,
     )  # fmt: skip
     layer, positions = CSTLayer(config).to(device, dtype), CSTPositions(config).to(device, dtype)
     exact = copy.deepcopy(layer)
     exact.attention = ExactAttention(exact.attention)
     hidden = torch.randn(1, length, width).to(device, dtype).requires_grad_()
     tables = {level: table.detach() for level, table in (positions() or {}).items()}
-    rows: list[dict[str, Any]] = []
-    one = torch.empty(1, heads, length, width // heads, device=device, dtype=dtype)
-    kernels = exact_contexts(one, one, one)
+    by_head = torch.empty(1, heads, length, width // heads, device=device, dtype=dtype)
+    kernels = exact_contexts(by_head, by_head, by_head)
     pairs: dict[str, tuple[nn.Module, nn.Module]] = {
         "layer": (layer, exact),
         "attention": (layer.attention, exact.attention),
     }
+    passes: dict[str, Callable[..., None]] = {"forward": forward, "forward_backward": forward_backward}
+    rows = {(part, name): run | {"part": part, "attention": name} for part in pairs for name in (SLICE, *kernels)}
     for part, (with_slices, with_sdpa) in pairs.items():
-        found: dict[str, dict[str, Any]] = {
-            name: {"length": length, "part": part, "attention": name} for name in (SLICE, *kernels)
-        }
-        runs: dict[str, Callable[..., None]] = {"forward": forward, "forward_backward": forward_backward}
-        for kind, run in runs.items():
-            calls: dict[str, Callable[[], None]] = {SLICE: partial(run, with_slices, hidden, tables)}
-            sdpa = partial(run, with_sdpa, hidden, tables)
+        for kind, one_pass in passes.items():
+            calls: dict[str, Callable[[], None]] = {SLICE: partial(one_pass, with_slices, hidden, tables)}
+            sdpa = partial(one_pass, with_sdpa, hidden, tables)
             calls |= {name: partial(run_in, context, sdpa) for name, context in kernels.items()}
-            for name in list(calls):
-                try:  # the warm-up round too
-                    _, found[name][f"{kind}_peak_bytes"] = peak_memory_added(calls[name], device)
-                except Exception as error:  # no memory, or a kernel that this chip has no room for
-                    found[name][f"{kind}_refused"] = str(error).splitlines()[0]
-                    del calls[name]
-            for name, values in compare(calls, kernels, device, repeats).items():
-                found[name] |= {f"{kind}_{field}": value for field, value in values.items()}
-        rows += found.values()
-    return rows
+            for name, found in time_calls(calls, kernels, device, repeats, f"{kind}_").items():
+                rows[part, name] |= found
+    return list(rows.values())
 
 
-def measure_conversions(model: Any, passages: Passages, length: int, per_book: int) -> list[dict[str, Any]]:
+def measure_conversions(run: dict[str, Any], per_book: int) -> Rows:
     """A row per conversion and kind of slices: the cosine with the exact model's embeddings."""
-    tokens, _, books = passages.pairs(length, per_book=per_book)
+    model, tokenizer, _ = load_model(None)
+    tokens, _, books = Passages(tokenizer, bundled_books()).pairs(run["length"], per_book=per_book)
     exact = embed(model, tokens)
     rows = []
     for name, options in CONVERSIONS.items():
@@ -150,8 +131,8 @@ def measure_conversions(model: Any, passages: Passages, length: int, per_book: i
             cosine = (embed(model, tokens) * exact).sum(dim=-1)
             unpatch_attention(model)
             rows.append(
-                {
-                    "length": length,
+                run
+                | {
                     "conversion": name,
                     "slice_length": slice_length,
                     "extension_ratio": extension_ratio,
@@ -164,55 +145,30 @@ def measure_conversions(model: Any, passages: Passages, length: int, per_book: i
 
 
 def main(
-    lengths: Annotated[str, typer.Option(help="Comma-separated numbers of tokens; empty: no layers.")] = (
-        "2048,4096,8192,16384"
-    ),
+    lengths: Lengths = "2048,4096,8192,16384",
     width: int = 256,
     heads: int = 4,
     slice_length: int = 16,
     extension_ratio: float = 1.0,
     dtype: Annotated[str, typer.Option(help="Of the layers: float32, bfloat16 or float16.")] = "float32",
-    repeats: Annotated[int, typer.Option(help="Rounds of timing; short calls get more.")] = 5,
+    repeats: Repeats = 5,
     cosines: Annotated[bool, typer.Option(help="Measure the conversion of the pretrained BERT.")] = True,
     texts_per_book: int = 4,
-    output: Path = Path(__file__).parents[1] / "results" / "benchmark_cst.json",
+    output: Path = RESULTS / "benchmark_cst.json",
 ) -> None:
     """Measure layers and conversions, print both tables and keep them as JSON."""
     device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
-    machine = environment(device)
-    settings = {
-        "width": width,
-        "heads": heads,
-        "slice_length": slice_length,
-        "extension_ratio": extension_ratio,
-        "dtype": dtype,
-    }
-    kept: dict[str, Any] = {"layers": [], "conversions": []}
-    if output.exists():
-        earlier = json.loads(output.read_text(encoding="utf-8"))
-        if earlier["settings"] == settings and earlier["environment"]["device_name"] == machine["device_name"]:
-            kept = {name: earlier[name] for name in kept}
-    output.parent.mkdir(parents=True, exist_ok=True)
-
-    def keep() -> None:
-        output.write_text(json.dumps({"environment": machine, "settings": settings, **kept}, indent=1) + "\n")
-
-    done = {row["length"] for row in kept["layers"]}
-    wanted = [int(length) for length in lengths.split(",") if length and int(length) not in done]
-    for length in track(wanted, description="layers"):
-        shape = length, width, heads, slice_length, extension_ratio
-        kept["layers"] += measure_layers(*shape, repeats, device, getattr(torch, dtype))
-        keep()
+    settings = {"width": width, "heads": heads, "slice_length": slice_length, "extension_ratio": extension_ratio}
+    settings["dtype"] = dtype
+    kept = KeptRuns(output, settings, device)
+    layers = [{"measured": LAYER, "length": length} for length in numbers(lengths)]
+    keep_missing(kept, layers, lambda run: measure_layers(run, settings, device, repeats), "layers")
     if cosines:
-        model, tokenizer, kept["model"] = load_model(None)
-        passages = Passages(tokenizer, bundled_books())
-        kept["conversions"] = []
-        for length in track(COSINE_LENGTHS, description="conversions"):
-            kept["conversions"] += measure_conversions(model, passages, length, texts_per_book)
-        keep()
-    for name in ("layers", "conversions"):
-        if kept[name]:
-            print_table(pd.DataFrame(kept[name]), output, digits=4)
+        conversions = [{"measured": CONVERSION, "length": length} for length in COSINE_LENGTHS]
+        keep_missing(kept, conversions, partial(measure_conversions, per_book=texts_per_book), "conversions")
+    for kind in (LAYER, CONVERSION):
+        shown = pd.DataFrame(kept.matching({"measured": kind})).dropna(axis=1, how="all")
+        print_table(shown.drop(columns=list(kept.machine), errors="ignore"), output, digits=4)
 
 
 if __name__ == "__main__":

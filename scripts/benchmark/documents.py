@@ -38,12 +38,13 @@ from hf_effattn.patching.methods.per_head import described
 from hf_effattn.patching.model_types.stacks import find_stacks
 
 from ..shared.command_line import run_with_help
-from ..shared.runs import KeptRuns, print_table
+from ..shared.runs import RESULTS, KeptRuns, print_table
 from ._inputs import held_out_inputs
+from ._timing import forward
 from .attention import EXACT
 from .layer_budgets import by_layer, errors_of_books, errors_of_layers, within
 from .models import SHAPES as BERT_SHAPES
-from .models import TOKENS, forward
+from .models import TOKENS, last_hidden_state, random_tokens
 
 # Model types, and what their configurations say beyond the defaults of transformers, which are these models'.
 SHAPES: dict[str, dict[str, Any]] = {
@@ -147,6 +148,11 @@ def switches(model: PreTrainedModel, table: list[list[int]]) -> dict[str, Callab
     return found
 
 
+def read(model: PreTrainedModel, tokens: torch.Tensor) -> torch.Tensor:
+    """One pass over a document."""
+    return forward(model, partial(last_hidden_state, tokens=tokens))
+
+
 def measure_memory(
     model: PreTrainedModel, table: list[list[int]], tokens: torch.Tensor, device: torch.device
 ) -> dict[str, dict[str, Any]]:
@@ -154,8 +160,8 @@ def measure_memory(
     found = {}
     for name, switch in switches(model, table).items():
         switch()
-        forward(model, tokens[:, :WARM_UP_LENGTH])
-        found[name] = {"peak_bytes": peak_memory_added(partial(forward, model, tokens), device)[1]}
+        read(model, tokens[:, :WARM_UP_LENGTH])
+        found[name] = {"peak_bytes": peak_memory_added(partial(read, model, tokens), device)[1]}
     return found
 
 
@@ -167,9 +173,9 @@ def measure_times(
     for name, switch in prepare.items():
         switch()
         # The first pass at a length faults its memory in. The exact model, which takes minutes, needs no more of it.
-        forward(model, tokens[:, :WARM_UP_LENGTH] if name == EXACT else tokens)
+        read(model, tokens[:, :WARM_UP_LENGTH] if name == EXACT else tokens)
     _spent.update(dict.fromkeys(_spent, 0.0))
-    calls = dict.fromkeys(prepare, partial(forward, model, tokens))
+    calls = dict.fromkeys(prepare, partial(read, model, tokens))
     seconds = interleaved_rounds(calls, device, repeats, before=prepare)
     found: dict[str, dict[str, Any]] = {
         name: {"seconds": median(times), "speedup": median_ratio(seconds[EXACT], times), "rounds": len(times)}
@@ -187,7 +193,7 @@ def main(
     dtypes: Annotated[str, typer.Option(help="Comma-separated: float32, bfloat16, float16.")] = "float32,bfloat16",
     what: Annotated[str, typer.Option(help="Comma-separated: seconds, memory.")] = "seconds,memory",
     repeats: Annotated[int, typer.Option(help="Rounds of timing; short calls get more.")] = 3,
-    output: Path = Path(__file__).parents[1] / "results" / "benchmark_documents.json",
+    output: Path = RESULTS / "benchmark_documents.json",
 ) -> None:
     """Measure one document of every shape, length and dtype, print the table, and keep it as JSON."""
     device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
@@ -203,8 +209,7 @@ def main(
     ]
     for case in track(kept.missing(cases), description="documents"):
         model = random_model(case["shape"], case["length"], getattr(torch, case["dtype"]), device)
-        generator = torch.Generator(device).manual_seed(0)
-        tokens = torch.randint(3, TOKENS, (1, case["length"]), device=device, generator=generator)
+        tokens = random_tokens(case["length"], device)
         table = kept.matching({"what": HEADS, "length": case["length"]})[0]["heads"]
         if case["what"] == "memory":
             found = measure_memory(model, table, tokens, device)

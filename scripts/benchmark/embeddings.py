@@ -1,33 +1,28 @@
 """How close do the sentence embeddings of a patched pretrained BERT stay to those of the exact model?
 
 All layers of all-MiniLM-L6-v2 are patched; texts are passages of novels, embeddings the normalised masked means of the
-last hidden state. With `--books` the texts come from a folder of the large data sets instead of the bundled excerpts.
+last hidden state.
 
     python -m scripts.benchmark.embeddings                 # writes scripts/results/benchmark_embeddings.json
-    python -m scripts.benchmark.embeddings --books books
 """
 
-import gzip
-import json
+from functools import partial
 from pathlib import Path
-from typing import Annotated, Any
+from typing import Any
 
-import pandas as pd
 import torch
-import typer
-from rich.progress import track
 
 from hf_effattn import patch_attention, unpatch_attention
-from hf_effattn.measuring.environment import environment
 from hf_effattn.samples.model import load_model
-from hf_effattn.samples.texts import Book, Passages, bundled_books
+from hf_effattn.samples.texts import Passages, bundled_books
 
 from ..shared.command_line import run_with_help
-from ..shared.data import dataset_path
-from ..shared.runs import print_table
+from ..shared.runs import RESULTS, KeptRuns, print_rows
+from ._timing import Rows, keep_missing
 
-# Tokens, clusters, topk, key clusters.
-SIZES = ((128, 25, 32, 50), (256, 25, 32, 50), (256, 100, 64, 200), (512, 100, 64, 200))
+FEW = {"clusters": 25, "topk": 32, "key_clusters": 50}
+MANY = {"clusters": 100, "topk": 64, "key_clusters": 200}
+SIZES = ((128, FEW), (256, FEW), (256, MANY), (512, MANY))
 CLUSTERINGS: dict[str, dict[str, Any]] = {
     "K-means, keys' metric (default)": {},
     "K-means on the queries": {"metric": "queries"},
@@ -47,62 +42,34 @@ def embed(model: Any, tokens: torch.Tensor) -> torch.Tensor:
     return torch.nn.functional.normalize(hidden.mean(dim=1), dim=-1)
 
 
-def measure(
-    model: Any, passages: Passages, length: int, clusters: int, topk: int, key_clusters: int
-) -> list[dict[str, Any]]:
-    """One row per method and clustering: the cosine with the exact model's embeddings."""
-    tokens, _, books = passages.pairs(length, per_book=4)
+def measure(run: dict[str, Any], model: Any, passages: Passages) -> Rows:
+    """One row per clustering: the cosine with the exact model's embeddings."""
+    tokens, _, books = passages.pairs(run["length"], per_book=4)
     exact = embed(model, tokens)
-    counts = {"clusters": clusters, "topk": topk, "key_clusters": key_clusters}
+    counts = {name: run[name] for name in ("clusters", "topk", "key_clusters") if run[name] is not None}
     rows = []
-    for method, used in COUNTS.items():
-        for name, options in CLUSTERINGS.items():
-            own: dict[str, Any] = {count: counts[count] for count in used}
-            patch_attention(model, method, min_length=0, **own, **options)
-            cosine = (embed(model, tokens) * exact).sum(dim=-1)
-            unpatch_attention(model)
-            rows.append(
-                {
-                    "length": length,
-                    "method": method,
-                    **{count: own.get(count) for count in counts},
-                    "clustering": name,
-                    "texts": len(books),
-                    "books": len(set(books)),
-                    "cosine_mean": cosine.mean().item(),
-                    "cosine_min": cosine.min().item(),
-                }
-            )
+    for name, options in CLUSTERINGS.items():
+        patch_attention(model, run["method"], min_length=0, **counts, **options)
+        cosine = (embed(model, tokens) * exact).sum(dim=-1)
+        unpatch_attention(model)
+        found = {"cosine_mean": cosine.mean().item(), "cosine_min": cosine.min().item()}
+        rows.append(run | {"clustering": name, "texts": len(books), "books": len(set(books))} | found)
     return rows
 
 
-def read_books(folder: str | None) -> list[Book]:
-    """The bundled excerpts, or every gzipped text of a folder of the large data sets."""
-    if folder is None:
-        return bundled_books()
-    return [
-        # The first tenth is licence and front matter; a tenth more is plenty of text.
-        Book(path.name, text[len(text) // 10 : len(text) // 5])
-        for path in sorted(dataset_path(folder).glob("*.txt.gz"))
-        for text in [gzip.decompress(path.read_bytes()).decode("utf-8")]
-    ]
-
-
-def main(
-    books: Annotated[str | None, typer.Option(help="Folder of the large data sets with *.txt.gz.")] = None,
-    output: Annotated[Path | None, typer.Option(help="JSON file; the default says which books.")] = None,
-) -> None:
+def main(output: Path = RESULTS / "benchmark_embeddings.json") -> None:
     """Measure every size, print the table and keep it as JSON."""
     model, tokenizer, name = load_model(None)
-    passages = Passages(tokenizer, read_books(books))
-    suffix = "" if books is None else f"_{Path(books).name}"
-    output = output or Path(__file__).parents[1] / "results" / f"benchmark_embeddings{suffix}.json"
-    output.parent.mkdir(parents=True, exist_ok=True)
-    rows: list[dict[str, Any]] = []
-    for size in track(SIZES, description="sizes"):
-        rows += measure(model, passages, *size)
-        output.write_text(json.dumps({"environment": environment(), "model": name, "rows": rows}, indent=1) + "\n")
-    print_table(pd.DataFrame(rows), output, digits=5)
+    kept = KeptRuns(output, {"model": name})
+    runs = [
+        {"length": length, "method": method}
+        | {count: sizes[count] if count in used else None for count in ("clusters", "topk", "key_clusters")}
+        for length, sizes in SIZES
+        for method, used in COUNTS.items()
+    ]
+    passages = Passages(tokenizer, bundled_books())
+    keep_missing(kept, runs, partial(measure, model=model, passages=passages), "sizes")
+    print_rows(kept)
 
 
 if __name__ == "__main__":

@@ -5,16 +5,10 @@ queries, keys and values which the pretrained BERT of the demo makes of novels, 
 tokens. Where that is not at hand (`scripts/benchmark/_inputs.py`) the inputs are random, and the errors null.
 
     python -m scripts.benchmark.frontier          # writes scripts/results/benchmark_frontier.json
-    python -m scripts.benchmark.frontier --near scripts/results/benchmark_frontier.json --lengths 16384,65536
-
-The second form tries fewer settings, for a machine on which each has to be compiled: errors hardly depend on the
-machine, so it takes from the earlier results, for every length, method and error, the two fastest settings that stay
-below it, and adds some larger ones (`LARGER`), because errors grow with the length.
 
 A length that the output file holds is not measured again.
 """
 
-import json
 from collections.abc import Callable
 from itertools import product
 from pathlib import Path
@@ -23,7 +17,6 @@ from typing import Annotated, Any
 import pandas as pd
 import torch
 import typer
-from rich.progress import track
 
 from hf_effattn.measuring.bench import exact_output, forward, measure_shape, random_inputs
 from hf_effattn.measuring.candidates import name_settings
@@ -31,8 +24,9 @@ from hf_effattn.measuring.errors import relative_error
 from hf_effattn.patching.methods import Method, make_method
 
 from ..shared.command_line import run_with_help
-from ..shared.runs import KeptRuns, print_table
+from ..shared.runs import RESULTS, KeptRuns, print_table
 from ._inputs import HEAD_DIM, HEADS, attention_inputs
+from ._timing import Lengths, Repeats, Rows, keep_missing, numbers
 
 CLUSTERS = (32, 64, 100, 200)
 TOPK = (32, 64, 192, 384)
@@ -41,11 +35,6 @@ BI_CLUSTERS = (24, 32, 48, 64, 96, 128)
 BI_TOPK = (32, 64, 96, 128)
 KEY_CLUSTERS = (32, 64)
 TARGETS = (0.3, 0.2, 0.15, 0.1, 0.075, 0.05, 0.03)
-# Clusters, top keys and key clusters beyond those above.
-LARGER: tuple[tuple[int, int, int | None], ...] = (
-    (200, 384, None), (400, 512, None), (400, 1024, None),
-    (128, 256, 128), (200, 256, 128), (400, 256, 128),
-)  # fmt: skip
 
 
 def make(clusters: int, topk: int, key_clusters: int | None) -> Method:
@@ -55,35 +44,17 @@ def make(clusters: int, topk: int, key_clusters: int | None) -> Method:
     return make_method("bi-clustered", clusters=clusters, topk=topk, key_clusters=key_clusters, min_length=0)
 
 
-def settings_to_try(length: int, near: list[dict[str, Any]] | None = None) -> list[Method]:
-    """Every combination, or those that the rows of earlier results speak for.
-
-    More query clusters than a sixteenth of the tokens save nothing.
-    """
-    if near is None:
-        sizes = [*product(CLUSTERS, TOPK, (None,)), *product(BI_CLUSTERS, BI_TOPK, KEY_CLUSTERS)]
-    else:
-        sizes = list(dict.fromkeys([*fastest_sizes(near), *LARGER]))
+def settings_to_try(length: int) -> list[Method]:
+    """Every combination. More query clusters than a sixteenth of the tokens save nothing."""
+    sizes = [*product(CLUSTERS, TOPK, (None,)), *product(BI_CLUSTERS, BI_TOPK, KEY_CLUSTERS)]
     return [make(*size) for size in sizes if size[0] <= length // 16]
 
 
-def fastest_sizes(rows: list[dict[str, Any]]) -> list[tuple[int, int, int | None]]:
-    """Clusters, top keys and key clusters of the two fastest settings within each error, by length and method."""
-    groups = dict.fromkeys((row["length"], row["method"]) for row in rows)
-    found = []
-    for group, target in product(groups, TARGETS):
-        within = [row for row in rows if (row["length"], row["method"]) == group and row["error"] <= target]
-        found += sorted(within, key=lambda row: row["ms"])[:2]
-    return [(row["clusters"], row["topk"], row["key_clusters"]) for row in found]
-
-
-def measure_length(
-    length: int, repeats: int, device: torch.device, dtype: torch.dtype, near: list[dict[str, Any]] | None = None
-) -> list[dict[str, Any]]:
+def measure_length(length: int, repeats: int, device: torch.device, dtype: torch.dtype) -> Rows:
     """Time and error of every setting at one length; a setting that does not run there has no row."""
     layers = attention_inputs(length, device, dtype)
     timed = layers[len(layers) // 2] if layers else random_inputs(1, length, HEADS, HEAD_DIM, dtype, device)
-    tried = {name_settings(settings): settings for settings in settings_to_try(length, near)}
+    tried = {name_settings(settings): settings for settings in settings_to_try(length)}
     measured, calls = measure_shape(tried, timed, {"forward": repeats})
     for name, reason in measured[0]["refused"].items():
         print(f"{length:,} tokens: no {name}: {reason}")
@@ -132,20 +103,18 @@ def least_times(rows: list[dict[str, Any]]) -> pd.DataFrame:
 
 
 def main(
-    lengths: Annotated[str, typer.Option(help="Comma-separated numbers of tokens.")] = "4096,8192",
+    lengths: Lengths = "4096,8192",
     dtype: Annotated[str, typer.Option(help="float32, bfloat16 or float16.")] = "float32",
-    repeats: Annotated[int, typer.Option(help="Rounds of timing; short calls get more.")] = 8,
-    near: Annotated[Path | None, typer.Option(help="Earlier results: try only what comes into question.")] = None,
-    output: Path = Path(__file__).parents[1] / "results" / "benchmark_frontier.json",
+    repeats: Repeats = 8,
+    output: Path = RESULTS / "benchmark_frontier.json",
 ) -> None:
     """Measure every setting, print the least time for each error, and keep all as JSON."""
     device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
-    earlier = None if near is None else json.loads(near.read_text(encoding="utf-8"))["rows"]
     settings = {"batch": 1, "heads": HEADS, "head_dim": HEAD_DIM, "dtype": dtype, "repeats": repeats}
     kept = KeptRuns(output, settings, device)
-    wanted = [{"length": int(part)} for part in lengths.split(",")]
-    for run in track(kept.missing(wanted), description="lengths"):
-        kept.add(*measure_length(run["length"], repeats, device, getattr(torch, dtype), earlier))
+    runs = [{"length": length} for length in numbers(lengths)]
+    chosen = getattr(torch, dtype)
+    keep_missing(kept, runs, lambda run: measure_length(run["length"], repeats, device, chosen), "lengths")
     print_table(least_times(kept.rows), output)
 
 

@@ -10,13 +10,12 @@ test-gpu:
 
 # All that only a GPU can show: the tests, then every benchmark at its sizes (bfloat16), as JSON in the folder
 # GPU_RESULTS. Each part can be made alone; a part that fails does not stop the others. What GPU_RESULTS already holds
-# from this machine is not measured again, so that a part that was stopped goes on. flash-kmeans, if installed, is
-# measured too. Errors on real queries and keys need what scripts/benchmark/_inputs.py writes where the BERT is installed.
+# from this machine is not measured again, so that a part that was stopped goes on. Errors on real queries and keys need
+# what scripts/benchmark/_inputs.py writes where the BERT is installed.
 GPU_RESULTS ?= scripts/results/gpu
 GPU_SECONDS ?= 570
-GPU_PARTS := test-gpu gpu-attention gpu-attention-batch gpu-cst gpu-clusterformer gpu-prefill gpu-frontier gpu-kmeans \
-	gpu-models gpu-crossover gpu-crossover-causal gpu-clusterformer-paper gpu-windows gpu-longformer \
-	gpu-relative-bias gpu-pixtral gpu-sinks
+GPU_PARTS := test-gpu gpu-attention gpu-attention-batch gpu-cst gpu-clusterformer gpu-prefill gpu-models \
+	gpu-crossover gpu-crossover-causal gpu-clusterformer-paper gpu-windows gpu-exact-models gpu-sinks
 # The scripts import the package, which is not installed there. Interrupted, pytest still says what failed.
 ON_GPU = PYTHONPATH="$(CURDIR):$$PYTHONPATH" timeout --signal=INT --kill-after=15 $(GPU_SECONDS) $(PYTHON)
 .PHONY: $(GPU_PARTS)
@@ -32,13 +31,6 @@ gpu-attention-batch:
 	$(ON_GPU) -m scripts.benchmark.attention --repeats 5 --batches 6 \
 		--lengths 1024,2048,4096,8192,16384,32768 --output $(GPU_RESULTS)/benchmark_attention.json
 
-gpu-frontier:
-	$(ON_GPU) -m scripts.benchmark.frontier --lengths 4096,16384,65536 --dtype bfloat16 --repeats 5 \
-		--near scripts/results/benchmark_frontier.json --output $(GPU_RESULTS)/benchmark_frontier.json
-
-gpu-kmeans:
-	$(ON_GPU) -m scripts.benchmark.kmeans --output $(GPU_RESULTS)/benchmark_kmeans.json
-
 gpu-models:
 	$(ON_GPU) -m scripts.benchmark.models --shapes base --repeats 5 --output $(GPU_RESULTS)/benchmark_models.json
 
@@ -49,14 +41,8 @@ gpu-windows:
 	$(ON_GPU) -m scripts.benchmark.windows --lengths shortest,8192,32768 \
 		--output $(GPU_RESULTS)/benchmark_windows.json
 
-gpu-longformer:
-	$(ON_GPU) -m scripts.benchmark.longformer --output $(GPU_RESULTS)/benchmark_longformer.json
-
-gpu-relative-bias:
-	$(ON_GPU) -m scripts.benchmark.relative_bias --output $(GPU_RESULTS)/benchmark_relative_bias.json
-
-gpu-pixtral:
-	$(ON_GPU) -m scripts.benchmark.pixtral --output $(GPU_RESULTS)/benchmark_pixtral.json
+gpu-exact-models:
+	$(ON_GPU) -m scripts.benchmark.exact_models --output $(GPU_RESULTS)
 
 gpu-sinks:
 	$(ON_GPU) -m scripts.benchmark.sinks --output $(GPU_RESULTS)/benchmark_sinks.json

@@ -17,7 +17,6 @@ from typing import Annotated, Any
 
 import torch
 import typer
-from rich.progress import track
 from transformers import PreTrainedModel
 from transformers.models.qwen2_5_vl.modeling_qwen2_5_vl import (
     Qwen2_5_VisionTransformerPretrainedModel,
@@ -27,10 +26,10 @@ from transformers.models.qwen2_vl.modeling_qwen2_vl import Qwen2VisionTransforme
 from transformers.models.qwen3_vl.modeling_qwen3_vl import Qwen3VLVisionConfig, Qwen3VLVisionModel
 
 from hf_effattn import patch_attention
-from hf_effattn.measuring.cost import interleaved_rounds, median, median_ratio
 
-from ..shared.command_line import run_with_help
-from ..shared.runs import KeptRuns, print_rows
+from ..shared.command_line import check_names, run_with_help
+from ..shared.runs import RESULTS, KeptRuns, print_rows
+from ._timing import CPU, Repeats, Rows, keep_missing, numbers, time_models
 from .attention import EXACT
 
 # What builds each, and in how few layers it is timed: one of eight of Qwen2.5-VL's sees whole images.
@@ -46,51 +45,37 @@ ENCODERS: dict[str, tuple[type[PreTrainedModel], Callable[..., Any], dict[str, A
 METHODS = "i-clustered", "bi-clustered"  # as they are by default
 
 
-def forward(model: PreTrainedModel, pixels: torch.Tensor, grid: torch.Tensor) -> torch.Tensor:
-    """The last hidden state, without gradients."""
-    with torch.no_grad():
-        return model(pixels, grid_thw=grid).last_hidden_state
+def last_hidden_state(model: PreTrainedModel, pixels: torch.Tensor, grid: torch.Tensor) -> torch.Tensor:
+    """Of one image."""
+    return model(pixels, grid_thw=grid).last_hidden_state
 
 
-def measure(name: str, side: int, repeats: int, **sizes: Any) -> list[dict[str, Any]]:
-    """A row for the exact encoder and one for every method, of a square image of `side` patches a side."""
+def measure(case: dict[str, Any], repeats: int, **sizes: Any) -> Rows:
+    """A row for the exact encoder and one for every method, of a square image."""
     torch.manual_seed(0)
-    kind, config_class, fewer = ENCODERS[name]
-    exact = kind._from_config(config_class(**fewer | sizes)).eval()
+    kind, config_class, fewer = ENCODERS[case["encoder"]]
+    exact = kind._from_config(config_class(**fewer | sizes))
     models = {EXACT: exact}
     models |= {method: patch_attention(copy.deepcopy(exact), method, min_length=0) for method in METHODS}
     config: Any = exact.config
-    pixels = torch.randn(side**2, config.in_channels * config.temporal_patch_size * config.patch_size**2)
-    grid = torch.tensor([[1, side, side]])
-    calls = {method: partial(forward, model, pixels, grid) for method, model in models.items()}
-    calls[METHODS[0]]()
-    seconds = interleaved_rounds(calls, torch.device("cpu"), repeats)
-    return [
-        {
-            "encoder": name,
-            "patches": side**2,
-            "method": method,
-            "seconds": median(seconds[method]),
-            "speed": median_ratio(seconds[EXACT], seconds[method]),
-        }
-        for method in models
-    ]
+    pixels = torch.randn(case["patches"], config.in_channels * config.temporal_patch_size * config.patch_size**2)
+    side = round(case["patches"] ** 0.5)
+    run = partial(last_hidden_state, pixels=pixels, grid=torch.tensor([[1, side, side]]))
+    rows = time_models(models, run, CPU, repeats, trains=False)
+    return [case | {"method": method} | row for method, row in rows.items()]
 
 
 def main(
     sides: Annotated[str, typer.Option(help="Comma-separated: patches of a side of the image.")] = "64,96,128",
     encoders: Annotated[str, typer.Option(help="Comma-separated.")] = ",".join(ENCODERS),
-    repeats: Annotated[int, typer.Option(help="Rounds of timing.")] = 3,
-    output: Path = Path(__file__).parents[1] / "results" / "benchmark_images.json",
+    repeats: Repeats = 3,
+    output: Path = RESULTS / "benchmark_images.json",
 ) -> None:
     """Measure every encoder and size; keep it as JSON."""
-    unknown = set(encoders.split(",")) - ENCODERS.keys()
-    if unknown:
-        raise typer.BadParameter(f"encoders must be of {', '.join(ENCODERS)}, got {', '.join(sorted(unknown))}")
+    check_names("encoders", encoders.split(","), ENCODERS)
     kept = KeptRuns(output, {})
-    runs = [{"encoder": name, "patches": int(side) ** 2} for name in encoders.split(",") for side in sides.split(",")]
-    for run in track(kept.missing(runs), description="images"):
-        kept.add(*measure(run["encoder"], round(run["patches"] ** 0.5), repeats))
+    cases = [{"encoder": name, "patches": side**2} for name in encoders.split(",") for side in numbers(sides)]
+    keep_missing(kept, cases, partial(measure, repeats=repeats), "images")
     print_rows(kept)
 
 

@@ -27,15 +27,14 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 
 import hf_effattn
 
-from ..shared.command_line import run_with_help
-from ..shared.runs import KeptRuns, print_rows
+from ..shared.command_line import check_names, run_with_help
+from ..shared.runs import RESULTS, KeptRuns, print_rows
 from ._inputs import HELD_OUT, SKIPPED, book_text, held_out_tokens
 from ._scores import counted_scores
 
 WEIGHTS = "SmolLM2-135M-Instruct.Q4_1.gguf"
 CODE = "argparse.py"
 EXACT = "exact"
-RESULTS = Path(__file__).parents[1] / "results"
 CALIBRATION = RESULTS / "calibration_decoder.json"
 METHODS: dict[str, dict[str, Any]] = {
     "calibrated": {"settings": str(CALIBRATION)},
@@ -144,9 +143,7 @@ def main(
     output: Path = RESULTS / "language_model.json",
 ) -> None:
     """Measure what the output file does not hold yet, keep it as JSON after every text, and print the table."""
-    unknown = set(methods.split(",")) - set(METHODS)
-    if unknown:
-        raise typer.BadParameter(f"no settings are named {', '.join(unknown)}: choose from {', '.join(METHODS)}")
+    check_names("methods", methods.split(","), METHODS)
     model, tokenizer = load()
     if "calibrated" in methods.split(",") and not CALIBRATION.exists():
         calibrate(model, tokenizer)

@@ -35,8 +35,9 @@ from hf_effattn.reporting.calibration import COVERAGE
 from hf_effattn.samples.model import load_model
 
 from ..shared.command_line import run_with_help
-from ..shared.runs import KeptRuns, print_table
+from ..shared.runs import RESULTS, KeptRuns, print_table
 from ._inputs import HEAD_DIM, HEADS, held_out_inputs
+from ._timing import Lengths, Rows, numbers
 from .budget import CALIBRATED, tokens_of
 from .other_methods import (
     CURVES,
@@ -55,7 +56,7 @@ from .other_methods import (
 METHOD = "bi-clustered, calibrated over layers"
 BOOKS = 4
 TRAINED_BUDGETS = (0.2, 0.1, 0.05)
-OTHER_METHODS = Path(__file__).parents[1] / "results" / "benchmark_other_methods.json"
+OTHER_METHODS = RESULTS / "benchmark_other_methods.json"
 
 
 def named(budget: float) -> Name:
@@ -99,7 +100,7 @@ def by_layer(heads: PerHead, layers: list[Inputs]) -> list[Attend]:
     return [F.scaled_dot_product_attention if method is None else method.run for method in methods]
 
 
-def best_of_others(rows: list[dict[str, Any]], length: int) -> dict[Name, Attend]:
+def best_of_others(rows: Rows, length: int) -> dict[Name, Attend]:
     """The settings that were the fastest of their method for an error, of all methods that no table is for."""
     names = {(row["method"], row["name"]) for target in TARGETS for row in fastest(rows, length, target).values()}
     return {
@@ -117,7 +118,7 @@ def errors_of_layers(attends: list[Attend], layers: list[Inputs], exact: list[to
     return [relative_error(one, attend(*inputs)) for attend, inputs, one in runs]
 
 
-def measure(length: int, repeats: int, rows_of_others: list[dict[str, Any]]) -> list[dict[str, Any]]:
+def measure(length: int, repeats: int, rows_of_others: Rows) -> Rows:
     """Errors and times at a length, forward, and of both passes."""
     of_books = errors_of_books(length, training=True)
     tables = {budget: within(budget, *of_books) for budget in TARGETS}
@@ -126,8 +127,8 @@ def measure(length: int, repeats: int, rows_of_others: list[dict[str, Any]]) -> 
     exact = [exact_output(inputs) for inputs in layers]
 
     def rows_of(
-        calls: dict[Name, list[Attend]], about: dict[float, dict[str, Any]], timed: Callable[..., list[dict[str, Any]]]
-    ) -> list[dict[str, Any]]:
+        calls: dict[Name, list[Attend]], about: dict[float, dict[str, Any]], timed: Callable[..., Rows]
+    ) -> Rows:
         settings = {named(budget): table.pop("settings") for budget, table in about.items()}
         calls = {name: by_layer(heads, layers) for name, heads in settings.items()} | calls
         runs = track(calls.items(), description=f"{length:,} tokens: errors")
@@ -141,7 +142,7 @@ def measure(length: int, repeats: int, rows_of_others: list[dict[str, Any]]) -> 
             for of_layers in [errors[row["method"], row["name"]]]
         ]
 
-    def forward_rows(calls: dict[Name, list[Attend]]) -> list[dict[str, Any]]:
+    def forward_rows(calls: dict[Name, list[Attend]]) -> Rows:
         times = times_of_layers(calls, layers, repeats, forward, f"{length:,} tokens: times")
         return [{"length": length, "method": name[0], "name": name[1], **of_call} for name, of_call in times.items()]
 
@@ -156,7 +157,7 @@ def measure(length: int, repeats: int, rows_of_others: list[dict[str, Any]]) -> 
     )
 
 
-def verdicts(rows: list[dict[str, Any]]) -> list[dict[str, Any]]:
+def verdicts(rows: Rows) -> Rows:
     """For every length and error: the calibrated speed, the best of one setting, the best of others; forward."""
     found, rows = [], [row for row in rows if row.get("part") != TRAINING]
     for length in sorted({row["length"] for row in rows}):
@@ -175,14 +176,14 @@ def verdicts(rows: list[dict[str, Any]]) -> list[dict[str, Any]]:
 
 
 def main(
-    lengths: Annotated[str, typer.Option(help="Comma-separated numbers of tokens.")] = "4096,8192,16384",
+    lengths: Lengths = "4096,8192,16384",
     repeats: Annotated[int, typer.Option(help="Rounds of timing for each layer; short calls get more.")] = 2,
-    output: Path = Path(__file__).parents[1] / "results" / "benchmark_layer_budgets.json",
+    output: Path = RESULTS / "benchmark_layer_budgets.json",
 ) -> None:
     """Measure every length, print what a budget over layers gains, and keep all as JSON."""
     kept = KeptRuns(output, {"batch": 1, "heads": HEADS, "head_dim": HEAD_DIM, "dtype": "float32", "repeats": repeats})
     rows_of_others = json.loads(OTHER_METHODS.read_text(encoding="utf-8"))["rows"]
-    for run in kept.missing([{"length": int(part)} for part in lengths.split(",")]):
+    for run in kept.missing([{"length": length} for length in numbers(lengths)]):
         kept.add(*measure(run["length"], repeats, rows_of_others))
     print_table(pd.DataFrame(verdicts(kept.rows)), output)
 

@@ -31,10 +31,11 @@ from hf_effattn.measuring.json_numbers import finite_or_none
 from hf_effattn.patching.methods import make_method
 
 from ..shared.command_line import run_with_help
-from ..shared.runs import KeptRuns, print_table
+from ..shared.runs import RESULTS, KeptRuns, print_table
 from . import _other_methods
 from ._inputs import HEAD_DIM, HEADS, held_out_inputs
 from ._plots import draw_other_methods
+from ._timing import CPU, Lengths, Rows, numbers
 from .frontier import mark_frontier
 
 TARGETS = (0.3, 0.2, 0.15, 0.1, 0.075, 0.05, 0.03, 0.02)
@@ -134,7 +135,7 @@ def settings_to_try(method: str, length: int) -> list[Settings]:
     ]
 
 
-def measure(length: int, repeats: int) -> list[dict[str, Any]]:
+def measure(length: int, repeats: int) -> Rows:
     """Errors and times of all settings at a length, in the same rounds as SDPA, and the oracle's errors."""
     layers = held_out_inputs(length)
     exact = [exact_output(inputs) for inputs in layers]
@@ -175,7 +176,7 @@ def times_of_layers(
     seconds = dict.fromkeys(every, 0.0)
     for layer, inputs in enumerate(track(layers, description=description)):
         runs = {" | ".join(name): partial(part, attends[layer], inputs) for name, attends in every.items()}
-        found = interleaved_rounds(runs, torch.device("cpu"), repeats)
+        found = interleaved_rounds(runs, CPU, repeats)
         for name in every:
             seconds[name] += (median(found[" | ".join(name)]) or 0.0) / len(layers)
     return {
@@ -184,7 +185,7 @@ def times_of_layers(
     }
 
 
-def measure_training(length: int, repeats: int) -> list[dict[str, Any]]:
+def measure_training(length: int, repeats: int) -> Rows:
     """Times of both passes of a few settings, in the same rounds as SDPA's."""
     calls = {
         (method, label(settings)): CURVES[method][0](**settings)
@@ -195,9 +196,7 @@ def measure_training(length: int, repeats: int) -> list[dict[str, Any]]:
     return training_rows(length, _of_layers(calls, layers), layers, repeats)
 
 
-def training_rows(
-    length: int, calls: dict[Name, list[Attend]], layers: list[Inputs], repeats: int
-) -> list[dict[str, Any]]:
+def training_rows(length: int, calls: dict[Name, list[Attend]], layers: list[Inputs], repeats: int) -> Rows:
     """Times of both passes of calls, by layer, as rows; the inputs are leaves from then on."""
     leaves = [(query.requires_grad_(), key.requires_grad_(), value.requires_grad_()) for query, key, value in layers]
     for attends in calls.values():
@@ -209,7 +208,7 @@ def training_rows(
     ]
 
 
-def oracle_errors(length: int, layers: list[Inputs], exact: list[torch.Tensor]) -> list[dict[str, Any]]:
+def oracle_errors(length: int, layers: list[Inputs], exact: list[torch.Tensor]) -> Rows:
     """Rows of the oracle, of evenly spread queries."""
     count = min(ORACLE_QUERIES, length)
     some = torch.arange(count) * length // count
@@ -224,7 +223,7 @@ def oracle_errors(length: int, layers: list[Inputs], exact: list[torch.Tensor]) 
     return found
 
 
-def fastest(rows: list[dict[str, Any]], length: int, target: float) -> dict[str, dict[str, Any]]:
+def fastest(rows: Rows, length: int, target: float) -> dict[str, dict[str, Any]]:
     """The row with the largest speed-up of every method that stays within an error at a length."""
     found: dict[str, dict[str, Any]] = {}
     for row in rows:
@@ -234,7 +233,7 @@ def fastest(rows: list[dict[str, Any]], length: int, target: float) -> dict[str,
     return found
 
 
-def best_settings(rows: list[dict[str, Any]]) -> pd.DataFrame:
+def best_settings(rows: Rows) -> pd.DataFrame:
     """A row per length, error and method that reaches it: how much faster than SDPA, and the setting."""
     return pd.DataFrame(
         {
@@ -246,39 +245,20 @@ def best_settings(rows: list[dict[str, Any]]) -> pd.DataFrame:
     )  # fmt: skip
 
 
-def verdicts(rows: list[dict[str, Any]]) -> list[str]:
-    """For every length and error a sentence: who beats bi-clustered attention, or that nobody does."""
-    lines = []
-    for length, target in product(sorted({row["length"] for row in rows}), TARGETS):
-        best = fastest(rows, length, target)
-        where = f"{length:,} tokens, error at most {target:g}: "
-        own = max((best[name]["speedup"] for name in OURS if name in best), default=None)
-        others = {name: row["speedup"] for name, row in best.items() if name not in OURS}
-        if own is None:
-            reached = ", ".join(others) or "no method"
-            lines.append(f"{where}no setting of bi-clustered stays below it; {reached} does")
-            continue
-        faster = [f"{name} ({speedup:.2f}x)" for name, speedup in others.items() if speedup > own]
-        who = f"beaten by {', '.join(faster)}" if faster else "no rival is faster"
-        lines.append(f"{where}bi-clustered {own:.2f}x, {who}")
-    return lines
-
-
 def main(
-    lengths: Annotated[str, typer.Option(help="Comma-separated numbers of tokens.")] = "4096,8192,16384",
+    lengths: Lengths = "4096,8192,16384",
     repeats: Annotated[int, typer.Option(help="Rounds of timing for each layer; short calls get more.")] = 2,
-    output: Path = Path(__file__).parents[1] / "results" / "benchmark_other_methods.json",
+    output: Path = RESULTS / "benchmark_other_methods.json",
 ) -> None:
     """Measure every method, print the fastest setting for each error, and keep all as JSON and as a plot beside it."""
     kept = KeptRuns(output, {"batch": 1, "heads": HEADS, "head_dim": HEAD_DIM, "dtype": "float32", "repeats": repeats})
-    for run in kept.missing([{"length": int(part)} for part in lengths.split(",")]):
+    for run in kept.missing([{"length": length} for length in numbers(lengths)]):
         kept.add(*measure(run["length"], repeats))
-    for run in kept.missing([{"length": int(part), "part": TRAINING} for part in lengths.split(",")]):
+    for run in kept.missing([{"length": length, "part": TRAINING} for length in numbers(lengths)]):
         kept.add(*measure_training(run["length"], repeats))
     draw_other_methods(
         kept.rows, output.with_suffix(".png"), f"{kept.environment['device_name']}, float32, H=12, D=32"
     )
-    print(*verdicts(kept.rows), sep="\n")
     print_table(best_settings(kept.rows), output, output.with_suffix(".png"))
 
 

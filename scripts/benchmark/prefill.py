@@ -9,7 +9,9 @@ repeated beyond those it was trained with.
     python -m scripts.benchmark.prefill --lengths 32768
 """
 
+import statistics
 from collections.abc import Callable
+from contextlib import suppress
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
@@ -18,13 +20,11 @@ from typing import Annotated, Any
 import torch
 import torch.nn.functional as F
 import typer
-from rich.progress import track
 from torch.nn.attention import SDPBackend
 
 import hf_effattn
-from hf_effattn.measuring.bench import Attend, forward_backward
+from hf_effattn.measuring.bench import Attend, forward, forward_backward
 from hf_effattn.measuring.candidate_errors import CAUSAL_CANDIDATES
-from hf_effattn.measuring.cost import compare, peak_memory_added
 from hf_effattn.measuring.errors import relative_error
 from hf_effattn.measuring.exact_kernels import sdpa
 from hf_effattn.ops import causal_clustered_attention
@@ -38,6 +38,7 @@ from ..shared.command_line import run_with_help
 from ..shared.runs import KeptRuns, device_defaults, print_rows
 from ._inputs import Inputs, causal_attention_inputs, load_causal_model
 from ._scores import counted_scores
+from ._timing import Repeats, Rows, keep_missing, numbers, time_calls
 from .language_model import CALIBRATION, exact_share
 
 GPT2 = Path(__file__).resolve().parents[2] / "model_cards" / "gpt2-books"
@@ -89,18 +90,13 @@ def real_errors(length: int, device: torch.device, dtype: torch.dtype) -> dict[s
     text = "\n\n".join(book.text for book in bundled_books())
     tokens = torch.tensor(tokenizer(text, verbose=False)["input_ids"])[:length]
     layers = causal_attention_inputs(model.to(device), tokens[None].to(device))
-    found: dict[str, list[float]] = {name: [] for name in METHODS}
-    for layer in layers:
-        expected = exact(*layer)
-        query, key, value = (tensor.to(dtype) for tensor in layer)
-        for name in list(found):
-            try:
-                actual = causal_clustered_attention(query, key, value, **METHODS[name])
-            except torch.OutOfMemoryError:
-                del found[name]
-                continue
-            found[name].append(relative_error(expected, actual))
-    return {name: sum(errors) / len(errors) for name, errors in found.items()}
+    expected = [exact(*layer) for layer in layers]
+    errors = {}
+    for name, settings in METHODS.items():
+        with suppress(torch.OutOfMemoryError):
+            outputs = (causal_clustered_attention(*(rows.to(dtype) for rows in layer), **settings) for layer in layers)
+            errors[name] = statistics.fmean(map(relative_error, expected, outputs))
+    return errors
 
 
 def calibrated_heads(key_heads: int) -> Method:
@@ -109,28 +105,19 @@ def calibrated_heads(key_heads: int) -> Method:
     assert isinstance(table, PerHead)
     every = sorted(candidate for row in table.heads for candidate in row)
     row = tuple(every[(2 * head + 1) * len(every) // (2 * key_heads)] for head in range(key_heads))
-    found = replace(table, heads=(row,), calibration=None).for_layers((0,))
-    assert found is not None
-    return found
+    method = replace(table, heads=(row,), calibration=None).for_layers((0,))
+    assert method is not None
+    return method
 
 
-def calls_of(inputs: Inputs) -> tuple[dict[str, Attend], dict[str, Attend]]:
-    """The exact kernels that take inputs like these, and every method."""
-    calls: dict[str, Attend] = {
-        name: partial(causal_clustered_attention, **settings) for name, settings in METHODS.items()
-    }
-    return exact_calls(inputs), calls | {CALIBRATED: partial(calibrated_heads(inputs[1].shape[1]).run, causal=True)}
+def scored_share(attend: Attend, inputs: Inputs) -> float:
+    """The part of exact attention's scores that a method computes."""
+    with counted_scores() as count:
+        forward(attend, inputs)
+    return count.share(*inputs[0].shape[1:3])
 
 
-def without_gradients(attend: Attend, inputs: Inputs) -> torch.Tensor:
-    """The output alone."""
-    with torch.no_grad():
-        return attend(*inputs)
-
-
-def measure(
-    run: dict[str, Any], shape: dict[str, int], device: torch.device, repeats: int, *, training: bool
-) -> list[dict[str, Any]]:
+def measure(run: dict[str, Any], shape: dict[str, int], device: torch.device, repeats: int, *, training: bool) -> Rows:
     """A row for every kernel and method: milliseconds, speed against the fastest exact kernel, memory and error.
 
     On a CPU also the share of exact attention's scores that is computed. `training`: times of both passes, too. One
@@ -143,32 +130,23 @@ def measure(
         for heads in (shape["heads"], shape["key_heads"], shape["key_heads"])
     )
     inputs = query.requires_grad_(training), key.requires_grad_(training), value.requires_grad_(training)
-    kernels, methods = calls_of(inputs)
-    attends = kernels | methods
+    heads, kernels = calibrated_heads(shape["key_heads"]), exact_calls(inputs)
+    attends: dict[str, Attend] = dict(kernels)
+    attends |= {name: partial(causal_clustered_attention, **settings) for name, settings in METHODS.items()}
+    attends[CALIBRATED] = partial(heads.run, causal=True)
     errors = real_errors(length, device, dtype) if length <= LONGEST_REAL else {}
-    rows: dict[str, dict[str, Any]] = {}
-    for name, attend in list(attends.items()):
-        rows[name] = run | {"method": name, "real_error": errors.get(name)}
-        try:  # the warm-up round too
-            _, rows[name]["peak_bytes"] = peak_memory_added(partial(without_gradients, attend, inputs), device)
-            if training:
-                forward_backward(attend, inputs)
-            if device.type == "cpu" and name in methods:
-                with counted_scores() as count:
-                    without_gradients(attend, inputs)
-                rows[name]["scored_share"] = count.share(shape["heads"], length)
-                if name == CALIBRATED:
-                    rows[name]["scored_share"] += exact_share(calibrated_heads(shape["key_heads"]).to_dict())
-        except Exception as error:  # no memory, or a kernel that this chip has no room for
-            rows[name]["refused"] = str(error).splitlines()[0]
-            del attends[name]
-    passes: dict[str, Callable[[Attend, Inputs], object]] = {"": without_gradients}
+    rows = {name: run | {"method": name, "real_error": errors.get(name)} for name in attends}
+    passes: dict[str, Callable[[Attend, Inputs], object]] = {"": forward}
     if training:
         passes["training_"] = forward_backward
-    for prefix, one in passes.items():
-        calls = {name: partial(one, attend, inputs) for name, attend in attends.items()}
-        for name, found in compare(calls, kernels, device, repeats).items():
-            rows[name] |= {prefix + what: number for what, number in found.items()}
+    for prefix, one_pass in passes.items():
+        calls = {name: partial(one_pass, attend, inputs) for name, attend in attends.items()}
+        for name, found in time_calls(calls, kernels, device, repeats, prefix).items():
+            rows[name] |= found
+    for name, row in rows.items():
+        if device.type == "cpu" and name not in kernels and "refused" not in row:
+            row["scored_share"] = scored_share(attends[name], inputs)
+            row["scored_share"] += exact_share(heads.to_dict()) if name == CALIBRATED else 0.0
     return list(rows.values())
 
 
@@ -179,19 +157,18 @@ def main(
     head_dim: Annotated[int | None, typer.Option(help="Default: 128 on a GPU, else 64.")] = None,
     dtype: Annotated[str | None, typer.Option(help="Default: bfloat16 on a GPU, else float32.")] = None,
     training: Annotated[bool | None, typer.Option(help="Time both passes, too. Default: on a CPU.")] = None,
-    repeats: Annotated[int, typer.Option(help="Rounds of timing; short calls get more.")] = 5,
+    repeats: Repeats = 5,
     output: Path | None = None,
 ) -> None:
     """Measure what the output file does not hold yet, keep it as JSON after every length, and print the table."""
     device, dtype, output = device_defaults("benchmark_prefill", dtype, output)
-    asked = {"heads": heads, "key_heads": key_heads, "head_dim": head_dim}
-    default = dict(zip(asked, DEFAULT_SHAPES[device.type], strict=True))
-    shape = {name: default[name] if size is None else size for name, size in asked.items()}
+    given = {"heads": heads, "key_heads": key_heads, "head_dim": head_dim}
+    default = dict(zip(given, DEFAULT_SHAPES[device.type], strict=True))
+    shape = {name: default[name] if size is None else size for name, size in given.items()}
     training = device.type == "cpu" if training is None else training
     kept = KeptRuns(output, shape | {"repeats": repeats, "training": training}, device)
-    runs = [{"length": int(length), "dtype": dtype} for length in (lengths or DEFAULT_LENGTHS[device.type]).split(",")]
-    for run in track(kept.missing(runs), description="lengths"):
-        kept.add(*measure(run, shape, device, repeats, training=training))
+    runs = [{"length": length, "dtype": dtype} for length in numbers(lengths or DEFAULT_LENGTHS[device.type])]
+    keep_missing(kept, runs, lambda run: measure(run, shape, device, repeats, training=training), "lengths")
     print_rows(kept)
 
 

@@ -34,9 +34,9 @@ from hf_effattn.patching.methods import make_method
 from hf_effattn.samples.model import installed_model_folder, load_model
 from hf_effattn.settings_parsing import method_of
 
-from ..shared.command_line import run_with_help
+from ..shared.command_line import check_names, run_with_help
 from ..shared.data import dataset_path
-from ..shared.runs import KeptRuns, print_table, run_folder
+from ..shared.runs import RESULTS, KeptRuns, print_table, run_folder
 
 CACHE = Path(__file__).resolve().parents[2] / ".cache" / "retrieval"
 CUT, CHUNKS, EXACT = "cut at 512", "mean of chunks of 512", "exact"
@@ -45,6 +45,7 @@ METHODS: dict[str, dict[str, Any]] = {
     text: method_of(text)
     for text in ("clustered", "i-clustered", "bi-clustered", "bi-clustered clusters=100 topk=128 key_clusters=64")
 }
+KINDS = (CUT, CHUNKS, *METHODS, EXACT)  # of vectors, from cheap to dear
 TRAINED_LENGTH = 512
 RANKS = 10
 SHOWN = ("method", "meetings", "queries", "ndcg_at_10", "seconds", "shortest", "median", "longest")
@@ -150,14 +151,11 @@ def measure(encoder: Encoder, tokens: Tokens, meetings: list[Meeting], name: str
 def main(
     splits: Annotated[str, typer.Option(help="Comma-separated: train, val, test.")] = "test,val",
     methods: Annotated[str | None, typer.Option(help="Comma-separated; the default is all.")] = None,
-    output: Path = Path(__file__).parents[1] / "results" / "retrieval.json",
+    output: Path = RESULTS / "retrieval.json",
 ) -> None:
     """Measure every kind of vector and keep it as JSON."""
-    # From cheap to dear.
-    every = [CUT, CHUNKS, *METHODS, EXACT]
-    chosen = methods.split(",") if methods else every
-    if unknown := set(chosen) - set(every):
-        raise typer.BadParameter(f"methods must be of {every}, got {sorted(unknown)}")
+    chosen = methods.split(",") if methods else list(KINDS)
+    check_names("methods", chosen, KINDS)
     meetings = read_meetings(splits.split(","))
     folder = installed_model_folder()
     model, tokenizer, name = load_model(None)

@@ -20,8 +20,8 @@ from rich.progress import track
 
 import hf_effattn
 
-from ..shared.command_line import run_with_help
-from ..shared.runs import KeptRuns, print_table
+from ..shared.command_line import check_names, run_with_help
+from ..shared.runs import RESULTS, KeptRuns, print_table
 from .language_model import EXACT, METHODS, WEIGHTS, load
 
 TASKS = ("niah_single_1", "niah_multikey_2", "niah_multikey_3", "ruler_vt", "ruler_cwe", "ruler_fwe")
@@ -65,13 +65,11 @@ def main(
     methods: Annotated[str, typer.Option(help="Comma-separated names of settings.")] = "calibrated",
     tasks: Annotated[str, typer.Option(help="Comma-separated tasks.")] = ",".join(TASKS),
     prompts: Annotated[int, typer.Option(min=1, help="Of every task.")] = 10,
-    output: Path = Path(__file__).parents[1] / "results" / "ruler.json",
+    output: Path = RESULTS / "ruler.json",
 ) -> None:
     """Measure what the output file does not hold yet, keep it as JSON after every task, and print the table."""
-    for given, allowed in ((methods, METHODS), (tasks, TASKS)):
-        unknown = set(given.split(",")) - set(allowed)
-        if unknown:
-            raise typer.BadParameter(f"unknown: {', '.join(sorted(unknown))}; choose from {', '.join(allowed)}")
+    check_names("methods", methods.split(","), METHODS)
+    check_names("tasks", tasks.split(","), TASKS)
     model, tokenizer = load()
     kept = KeptRuns(output, {"model": WEIGHTS, "prompts": prompts})
     names = [EXACT, *methods.split(",")]

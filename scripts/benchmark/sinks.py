@@ -20,14 +20,13 @@ import typer
 from transformers.masking_utils import causal_mask_function, eager_mask, sliding_window_causal_mask_function
 from transformers.models.gpt_oss.modeling_gpt_oss import eager_attention_forward
 
-from hf_effattn.measuring.cost import compare, peak_memory_added
 from hf_effattn.measuring.errors import relative_error
 from hf_effattn.patching.exact.reference import exact_attention
 from hf_effattn.patching.exact.windows import attend_in_blocks, mask_of_blocks
 from hf_effattn.patching.methods import make_method
 
 from ..shared.command_line import run_with_help
-from ._exact import Repeats, measure_all
+from ._timing import Lengths, Repeats, Rows, measure_dtypes, numbers, time_calls
 
 EAGER, EXACT = "eager", "exact"
 WINDOW = 128
@@ -65,7 +64,7 @@ def approximately(query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, s
     return method.run(query, key, value, causal=True, sinks=sinks).transpose(1, 2).contiguous()
 
 
-def measure(run: dict[str, Any], device: torch.device, repeats: int) -> list[dict[str, Any]]:
+def measure(run: dict[str, Any], device: torch.device, repeats: int) -> Rows:
     """A row for each way: seconds, the speed beside eager attention's, memory, and the distance from it."""
     torch.manual_seed(0)
     dtype, length = getattr(torch, run["dtype"]), run["length"]
@@ -81,30 +80,23 @@ def measure(run: dict[str, Any], device: torch.device, repeats: int) -> list[dic
         del ways[EAGER]
     ways |= {EXACT: partial(in_blocks, function)} if windowed else {EXACT: exactly, "bi-clustered": approximately}
     calls = {name: partial(way, *inputs) for name, way in ways.items()}
-    rows: dict[str, dict[str, Any]] = {}
     with torch.no_grad():
-        outputs = {}
-        for name, call in calls.items():
-            outputs[name], peak = peak_memory_added(call, device)
-            rows[name] = run | {"way": name, "peak_bytes": peak}
-            # Of random queries an approximation's error says nothing.
-            if EAGER in outputs and name == EXACT:
-                rows[name]["error"] = relative_error(outputs[EAGER], outputs[name])
-        for name, found in compare(calls, [EAGER], device, repeats).items():
-            rows[name] |= {"ms": found["ms"], "speedup": found["speedup"]}
-    return list(rows.values())
+        rows = time_calls(calls, [EAGER], device, repeats)
+        if EAGER in calls:  # of random queries an approximation's error says nothing
+            rows[EXACT]["error"] = relative_error(calls[EAGER](), calls[EXACT]())
+    return [run | {"way": name} | row for name, row in rows.items()]
 
 
 def main(
-    lengths: Annotated[str, typer.Option(help="Comma-separated numbers of tokens.")] = "1024,4096,16384",
+    lengths: Lengths = "1024,4096,16384",
     dtypes: Annotated[str, typer.Option(help="Comma-separated: float32, bfloat16.")] = "bfloat16",
     repeats: Repeats = 3,
     output: Path | None = None,
 ) -> None:
     """Measure both kinds of layers at every length and dtype, and keep it as JSON."""
     settings = {"heads": HEADS, "key_heads": KEY_HEADS, "head_dim": HEAD_DIM, "window": WINDOW}
-    cases = [{"layer": layer, "length": int(length)} for layer in ("full", "window") for length in lengths.split(",")]
-    measure_all("sinks", settings, cases, dtypes, output, partial(measure, repeats=repeats))
+    cases = [{"layer": layer, "length": length} for layer in ("full", "window") for length in numbers(lengths)]
+    measure_dtypes("sinks", settings, cases, dtypes, output, partial(measure, repeats=repeats))
 
 
 if __name__ == "__main__":

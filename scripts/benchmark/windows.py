@@ -25,7 +25,7 @@ from transformers.masking_utils import (
     sliding_window_causal_mask_function,
 )
 
-from hf_effattn.measuring.cost import interleaved_rounds, median, median_ratio
+from hf_effattn.measuring.bench import Inputs, forward
 from hf_effattn.patching.exact.windows import (
     Window,
     attend_in_blocks,
@@ -36,9 +36,8 @@ from hf_effattn.patching.exact.windows import (
 
 from ..shared.command_line import run_with_help
 from ..shared.runs import device_defaults
-from ._exact import Repeats, measure_all
+from ._timing import Repeats, Rows, measure_dtypes, time_calls
 
-Inputs = tuple[torch.Tensor, torch.Tensor, torch.Tensor]
 WINDOWS: tuple[Window, ...] = (Window(64, 64), Window(512, 512), Window(511, 0), Window(1023, 0))
 BATCHES = (1, 8)
 SHORTEST = "shortest"
@@ -68,12 +67,6 @@ def by_blocks(function: Callable, query: torch.Tensor, key: torch.Tensor, value:
     return attend_in_blocks(query, key, value, mask, causal=causal, dropout=0.0, scale=None)
 
 
-def forward(attend: Callable, inputs: Inputs) -> torch.Tensor:
-    """The output, without gradients."""
-    with torch.no_grad():
-        return attend(*inputs)
-
-
 def training(attend: Callable, inputs: Inputs) -> None:
     """Both passes."""
     leaves = [one.detach().requires_grad_() for one in inputs]
@@ -81,24 +74,21 @@ def training(attend: Callable, inputs: Inputs) -> None:
     torch.autograd.grad(output, leaves, torch.ones_like(output))
 
 
-def measure(run: dict[str, Any], heads: int, head_dim: int, device: torch.device, repeats: int) -> dict[str, Any]:
-    """A row: the medians of the ratios, and the relative L2 distance of the outputs."""
+def measure(run: dict[str, Any], device: torch.device, *, heads: int, head_dim: int, repeats: int) -> Rows:
+    """A row: what both passes cost in blocks, and the relative L2 distance of the outputs."""
     torch.manual_seed(0)
     function, dtype = mask_function(Window(run["before"], run["after"])), getattr(torch, run["dtype"])
     query, key, value = (
-        torch.randn(run["batch"], run["length"], own, head_dim).to(device, dtype).transpose(1, 2)
-        for own in (heads, heads // run["sharing"], heads // run["sharing"])
+        torch.randn(run["batch"], run["length"], count, head_dim).to(device, dtype).transpose(1, 2)
+        for count in (heads, heads // run["sharing"], heads // run["sharing"])
     )
     ways = {"dense": partial(by_dense_mask, function), "blocks": partial(by_blocks, function)}
     dense, blocks = (forward(attend, (query, key, value)).double() for attend in ways.values())
-    row: dict[str, Any] = {"error": float((blocks - dense).norm() / dense.norm())}
-    for name, passes in {"forward": forward, "training": training}.items():
-        calls = {way: partial(passes, attend, (query, key, value)) for way, attend in ways.items()}
-        for call in calls.values():
-            call()
-        seconds = interleaved_rounds(calls, device, repeats)
-        row |= {f"{name}_seconds": median(seconds["blocks"]), name: median_ratio(seconds["dense"], seconds["blocks"])}
-    return row
+    row = run | {"error": float((blocks - dense).norm() / dense.norm())}
+    for name, one_pass in {"forward": forward, "training": training}.items():
+        calls = {way: partial(one_pass, attend, (query, key, value)) for way, attend in ways.items()}
+        row |= time_calls(calls, ["dense"], device, repeats, f"{name}_")["blocks"]
+    return [row]
 
 
 def main(
@@ -129,12 +119,9 @@ def main(
         raise typer.BadParameter(f"lengths must be at least {least:,}: in fewer tokens not all windows run in blocks")
     if any(heads % run["sharing"] for run in runs):
         raise typer.BadParameter(f"sharing must divide the {heads} heads, got {sharing}")
-
-    def row(run: dict[str, Any], device: torch.device) -> list[dict[str, Any]]:
-        return [run | measure(run, heads, head_dim, device, repeats)]
-
     dtypes = dtypes or ",".join(dict.fromkeys((dtype, "bfloat16")))
-    measure_all("windows", {"heads": heads, "head_dim": head_dim}, runs, dtypes, output, row)
+    sizes = {"heads": heads, "head_dim": head_dim}
+    measure_dtypes("windows", sizes, runs, dtypes, output, partial(measure, **sizes, repeats=repeats))
 
 
 if __name__ == "__main__":

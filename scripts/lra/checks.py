@@ -1,21 +1,10 @@
 """Checks of settings, made before anything is read or written."""
 
-from collections.abc import Mapping
+from dataclasses import dataclass
 
 
 def check_range(name: str, value: int, least: int, most: int | None = None) -> None:
-    """Raise unless a setting is a whole number within its range.
-
-    Args:
-        name (`str`): of the setting.
-        value (`int`): what was given.
-        least (`int`): the smallest value that is allowed.
-        most (`int`, *optional*): the largest; default none.
-
-    Raises:
-        TypeError: not a whole number.
-        ValueError: out of the range.
-    """
+    """Raise `TypeError` unless a setting is a whole number, `ValueError` unless it is within its range."""
     if isinstance(value, bool) or not isinstance(value, int):
         raise TypeError(f"{name} must be a whole number, got {value!r}")
     if value < least or (most is not None and value > most):
@@ -23,15 +12,28 @@ def check_range(name: str, value: int, least: int, most: int | None = None) -> N
         raise ValueError(f"{name} must be {allowed}, got {value}")
 
 
-def check_sizes(sizes: Mapping[str, int]) -> None:
-    """Raise unless every split has a size of at least one sample.
+@dataclass(frozen=True)
+class GeneratedSettings:
+    """What generated tasks share; a setting out of its range is a `ValueError`.
 
-    Args:
-        sizes (`Mapping[str, int]`): samples of each split.
-
-    Raises:
-        TypeError: a size that is not a whole number.
-        ValueError: a size below 1.
+    Attributes:
+        train_size: samples to train on.
+        validation_size: samples to choose a model by.
+        test_size: samples of the test.
+        seed: another seed gives other samples.
     """
-    for split, size in sizes.items():
-        check_range(f"{split}_size", size, 1)
+
+    train_size: int
+    validation_size: int
+    test_size: int
+    seed: int = 0
+
+    def __post_init__(self) -> None:
+        for split, size in self.sizes.items():
+            check_range(f"{split}_size", size, 1)
+        check_range("seed", self.seed, 0)
+
+    @property
+    def sizes(self) -> dict[str, int]:
+        """Samples of each split."""
+        return {"train": self.train_size, "validation": self.validation_size, "test": self.test_size}

@@ -40,16 +40,10 @@ CHECKSUMS: dict[str, dict[str, tuple[str, str]]] = {
 
 
 def lra_checksum(data: datasets.Dataset, count: int | None = None) -> str:
-    """SHA-256 of samples in their order.
+    """SHA-256 of the samples of a split of ListOps or Pathfinder in their order, or of the first so many.
 
     A sample is its label in one byte, the number of its bytes in four (the lowest first), and these: the text in
     UTF-8, or the pixels.
-
-    Args:
-        data (`datasets.Dataset`): a split of ListOps or Pathfinder.
-        count (`int`, *optional*): of the first so many samples only.
-
-    Returns: `str`: 64 hexadecimal digits.
     """
     digest = hashlib.sha256()
     count = len(data) if count is None else count
@@ -64,10 +58,6 @@ def lra_checksum(data: datasets.Dataset, count: int | None = None) -> str:
 
 def verify_lra(task: str, data: Mapping[str, datasets.Dataset]) -> None:
     """Raise unless a generated task is, sample for sample, the one that everyone has with the default settings.
-
-    Args:
-        task (`str`): `"listops"` or `"pathfinder"`.
-        data (`datasets.DatasetDict`): what `load_lra(task)` returned.
 
     Raises:
         ValueError: a task that is not generated, or a split that differs.

@@ -20,12 +20,9 @@ _PIXEL_TASKS = ("image", "pathfinder")
 def lra_tokenizer(task: str) -> PreTrainedTokenizerBase:
     """The tokenizer of a task, which a model is saved with.
 
-    Args:
-        task (`str`): `"listops"`: a number for each of 15 words; `"text"` or `"retrieval"`: bytes, numbered as in
-            ByT5; `"image"` or `"pathfinder"`: a pixel's brightness, written as a word. Number 0 always pads: a model
-            that knows nothing of padding would take black pixels for it, so they are 1 here.
-
-    Returns: `PreTrainedTokenizerBase`.
+    ListOps has a number for each of 15 words; Text and Retrieval have bytes, numbered as in ByT5; Image and Pathfinder
+    a pixel's brightness, written as a word. Number 0 always pads: a model that knows nothing of padding would take
+    black pixels for it, so they are 1 here.
     """
     if task in _BYTE_TASKS:
         return ByT5Tokenizer(extra_ids=0)
@@ -44,7 +41,6 @@ class LRACollator:
         max_length (`int`): tokens of an input; longer ones are cut. Of a pair: of each text.
         two_towers (`bool`): whether a model reads the texts of a pair apart, as `CSTForPairClassification` does; else
             they come as one input with `</s>` between.
-        pad_to (`int`): tokens to which every input is filled up at least; some models take one length only.
     """
 
     def __init__(
@@ -53,20 +49,13 @@ class LRACollator:
         tokenizer: PreTrainedTokenizerBase,
         max_length: int,
         two_towers: bool = False,
-        pad_to: int = 1,
     ) -> None:
         self.task, self.tokenizer, self.max_length, self.two_towers = task, tokenizer, max_length, two_towers
-        # Of an empty text one padding token counts: attention to nothing, and the mean of nothing, are no numbers.
-        self.pad_to = max(1, pad_to)
 
     def __call__(self, rows: Sequence[dict[str, Any]]) -> dict[str, torch.Tensor]:
-        """The batch.
+        """`input_ids` and `attention_mask` `(rows, longest)`, and `labels` `(rows,)`.
 
-        Args:
-            rows (`Sequence[dict]`): of the data set.
-
-        Returns: `input_ids` and `attention_mask` `(rows, longest)`, `labels` `(rows,)`; of a pair also
-            `pair_input_ids` and `pair_attention_mask`, or `token_type_ids`.
+        Of a pair also `pair_input_ids` and `pair_attention_mask`, or `token_type_ids`.
         """
         if self.task == "retrieval":
             batch = self._pairs(rows)
@@ -97,7 +86,8 @@ class LRACollator:
         return batch
 
     def _padded(self, numbers: Sequence[np.ndarray]) -> dict[str, torch.Tensor]:
-        longest = max(self.pad_to, *(len(row) for row in numbers))
+        # Of an empty text one padding token counts: attention to nothing, and the mean of nothing, are no numbers.
+        longest = max(1, *(len(row) for row in numbers))
         input_ids = np.full((len(numbers), longest), self.tokenizer.pad_token_id)
         mask = np.zeros_like(input_ids)
         for row, tokens in enumerate(numbers):

@@ -17,7 +17,7 @@ from typing import NamedTuple
 
 import numpy as np
 
-from .checks import check_range, check_sizes
+from .checks import GeneratedSettings, check_range
 from .random_streams import RandomStream
 
 DIGITS = tuple("0123456789")
@@ -36,21 +36,14 @@ _FRUITLESS_ROUNDS = 200
 
 
 @dataclass(frozen=True)
-class ListOpsSettings:
-    """Settings of ListOps; the defaults are the published ones.
+class ListOpsSettings(GeneratedSettings):
+    """Settings of ListOps; the defaults are the published ones. Lengths that no tree has are a `ValueError`.
 
     Attributes:
-        train_size: expressions to train on.
-        validation_size: expressions to choose a model by.
-        test_size: expressions of the test.
         min_length: an expression has more tokens than this.
         max_length: and fewer than this.
         max_depth: nodes from the root to the deepest digit, both counted.
         max_args: the most arguments of an operator.
-        seed: another seed gives other expressions.
-
-    Raises:
-        ValueError: a setting out of its range, or lengths that no tree of that depth has.
     """
 
     train_size: int = 96_000
@@ -60,11 +53,9 @@ class ListOpsSettings:
     max_length: int = 2_000
     max_depth: int = 10
     max_args: int = 10
-    seed: int = 0
 
     def __post_init__(self) -> None:
-        check_sizes(self.sizes)
-        check_range("seed", self.seed, 0)
+        super().__post_init__()
         check_range("max_depth", self.max_depth, 1, 20)
         check_range("max_args", self.max_args, 2, 100)
         check_range("min_length", self.min_length, 0)
@@ -81,11 +72,6 @@ class ListOpsSettings:
                 f"{longest} tokens"
             )
 
-    @property
-    def sizes(self) -> dict[str, int]:
-        """Expressions of each split."""
-        return {"train": self.train_size, "validation": self.validation_size, "test": self.test_size}
-
 
 class _Level(NamedTuple):
     """Nodes of equal depth: trees in order, in a tree from left to right; so siblings are neighbours."""
@@ -96,18 +82,10 @@ class _Level(NamedTuple):
 
 
 def generate_listops(settings: ListOpsSettings, split: str, chunk: int) -> tuple[list[str], np.ndarray]:
-    """Some hundred expressions and their values; a pure function of its arguments.
+    """`CHUNK` expressions, tokens with a space between, and their values; a pure function of its arguments.
 
-    Args:
-        settings (`ListOpsSettings`): which expressions.
-        split (`str`): `"train"`, `"validation"` or `"test"`.
-        chunk (`int`): number of the chunk within the split.
-
-    Returns: `CHUNK` expressions, tokens with a space between, and their values, int64 `(CHUNK,)`, 0 to 9. Short
-        expressions may come twice; `load_lra` leaves the second out.
-
-    Raises:
-        ValueError: hardly any tree has a length between the two that are set.
+    Short expressions may come twice; `load_lra` leaves the second out. Where hardly any tree has a length between the
+    two that are set, it is a `ValueError`.
     """
     stream = RandomStream(settings.seed, split, chunk)
     texts: list[str] = []

@@ -54,13 +54,9 @@ _TEXT_COLUMNS = {"listops": ["text"], "text": ["text"], "retrieval": ["text1", "
 
 
 def lra_features(task: str) -> datasets.Features:
-    """The columns of a task.
+    """The columns of a task: `label`, and `text` (ListOps, Text), `text1` and `text2` (Retrieval) or `pixels`.
 
-    Args:
-        task (`str`): one of `TASKS`.
-
-    Returns: `datasets.Features`: `label`, and `text` (ListOps, Text), `text1` and `text2` (Retrieval) or `pixels`
-        (Image, Pathfinder: 1,024 numbers from 0 to 255, row by row).
+    Pixels, of Image and Pathfinder, are 1,024 numbers from 0 to 255, row by row.
     """
     columns: dict[str, Any] = {name: datasets.Value("string") for name in _TEXT_COLUMNS.get(task, [])}
     if not columns:
@@ -69,13 +65,7 @@ def lra_features(task: str) -> datasets.Features:
 
 
 def lra_settings(task: str, settings: dict[str, Any]) -> Any:
-    """The checked settings of a task.
-
-    Args:
-        task (`str`): one of `TASKS`.
-        settings (`dict`): those that differ from the published ones.
-
-    Returns: `ListOpsSettings`, `TextSettings`, `RetrievalSettings`, `ImageSettings` or `PathfinderSettings`.
+    """The checked settings of a task, from those that differ from the published ones.
 
     Raises:
         ValueError: another task, a setting that the task does not have, or a value out of its range.
@@ -91,15 +81,7 @@ def lra_settings(task: str, settings: dict[str, Any]) -> Any:
 
 
 class LongRangeArena(datasets.ArrowBasedBuilder):
-    """Builds a task's data set; `load_lra` is the way to use it.
-
-    Args:
-        task (`str`): one of `TASKS`.
-        settings: what `lra_settings` gives.
-        files (`dict`): the user's files, for the tasks that are made of them.
-        num_proc (`int`): processes that generate.
-        cache_dir (`str`, *optional*): default that of `datasets`.
-    """
+    """Builds a task's data set; `load_lra` is the way to use it."""
 
     VERSION = datasets.Version("1.0.0")  # of what the generators yield: another one builds anew
 

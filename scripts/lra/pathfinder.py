@@ -20,7 +20,7 @@ from typing import NamedTuple
 
 import numpy as np
 
-from .checks import check_range, check_sizes
+from .checks import GeneratedSettings, check_range
 from .paddles import BORDER, FULL, IMAGE_SIZE, SIDE, WINDOW, PaddleTables, paddle_tables
 from .random_streams import RandomStream
 
@@ -40,37 +40,23 @@ _CROSS = np.array([0, 1, -1, SIDE, -SIDE])
 
 
 @dataclass(frozen=True)
-class PathfinderSettings:
+class PathfinderSettings(GeneratedSettings):
     """Settings of Pathfinder; the defaults are those of the benchmark, its `hard` images of 32 x 32 pixels.
 
     Attributes:
-        train_size: images to train on.
-        validation_size: images to choose a model by.
-        test_size: images of the test.
         contour_length: dashes of a long path: 6 in the published `easy` images, 9 in `intermediate`, 14 in `hard`. A
             distractor has a third of them, and there are 20 dashes of distractors.
-        seed: another seed gives other images.
-
-    Raises:
-        ValueError: a setting out of its range.
     """
 
     train_size: int = 160_000
     validation_size: int = 20_000
     test_size: int = 20_000
     contour_length: int = 14
-    seed: int = 0
 
     def __post_init__(self) -> None:
-        check_sizes(self.sizes)
-        check_range("seed", self.seed, 0)
+        super().__post_init__()
         # Beyond 20 dashes hardly any pair of paths fits.
         check_range("contour_length", self.contour_length, 3, 20)
-
-    @property
-    def sizes(self) -> dict[str, int]:
-        """Images of each split."""
-        return {"train": self.train_size, "validation": self.validation_size, "test": self.test_size}
 
     @property
     def distractor_length(self) -> int:
@@ -108,12 +94,7 @@ def _number(images: np.ndarray, places: np.ndarray) -> np.ndarray:
 
 
 class _Canvas:
-    """What is kept free in many images at once, and the dashes that may still be put there.
-
-    Args:
-        kept_free (`np.ndarray`): uint8 `(images, SIDE, SIDE)`.
-        tables (`PaddleTables`): what dashes look like.
-    """
+    """What is kept free in many images at once, uint8 `(images, SIDE, SIDE)`, and the dashes that still fit."""
 
     def __init__(self, kept_free: np.ndarray, tables: PaddleTables) -> None:
         self.kept_free = kept_free
@@ -134,13 +115,8 @@ class _Canvas:
     ) -> tuple[np.ndarray, np.ndarray, np.ndarray, np.ndarray]:
         """The next dash of one path in each image, straight on rather than bent, where nothing is in its way.
 
-        Args:
-            stream (`RandomStream`): chooses.
-            images (`np.ndarray`): int64 `(paths,)`.
-            pivots (`np.ndarray`): `(paths, 2)`: the points before the last dashes.
-            directions (`np.ndarray`): `(paths,)`: their directions.
-
-        Returns: bool `(paths,)`: whether there is room; and the new pivots, directions and places.
+        `pivots` `(paths, 2)` are the points before the last dashes. Returns whether there is room, bool `(paths,)`,
+        and the new pivots, directions and places.
         """
         tables = self._tables
         pivots = pivots + tables.stride[directions]
@@ -295,15 +271,7 @@ def _draw(dashes: np.ndarray, distractors: np.ndarray, circles: np.ndarray, tabl
 
 
 def generate_pathfinder(settings: PathfinderSettings, split: str, chunk: int) -> PathfinderImages:
-    """Some hundred images; a pure function of its arguments.
-
-    Args:
-        settings (`PathfinderSettings`): which images.
-        split (`str`): `"train"`, `"validation"` or `"test"`.
-        chunk (`int`): number of the chunk within the split.
-
-    Returns: `CHUNK` images, with the geometry that the pixels were drawn from.
-    """
+    """`CHUNK` images, with the geometry that the pixels were drawn from; a pure function of its arguments."""
     tables = paddle_tables()
     stream = RandomStream(settings.seed, split, chunk)
     grown: list[tuple[np.ndarray, np.ndarray]] = []

@@ -11,36 +11,20 @@ SPLITS = ("train", "validation", "test")
 
 
 class RandomStream:
-    """The random numbers of one chunk.
-
-    Args:
-        seed (`int`): of the whole data set; not negative.
-        split (`str`): `"train"`, `"validation"` or `"test"`.
-        chunk (`int`): the chunk's number within its split.
-    """
+    """The random numbers of one chunk of a split."""
 
     def __init__(self, seed: int, split: str, chunk: int) -> None:
         self._bits = np.random.PCG64(np.random.SeedSequence(seed, spawn_key=(SPLITS.index(split), chunk)))
 
     def words(self, count: int) -> np.ndarray:
-        """Uniform integers of 32 bits.
-
-        Args:
-            count (`int`): how many.
-
-        Returns: uint64 `(count,)`, each below `2 ** 32`, so that a product with a small number is exact.
-        """
+        """Uniform integers of 32 bits as uint64 `(count,)`, so that a product with a small number is exact."""
         raw = np.asarray(self._bits.random_raw((count + 1) // 2), dtype="<u8")
         return raw.view("<u4")[:count].astype(np.uint64)
 
     def integers(self, bound: int, *shape: int) -> np.ndarray:
-        """Uniform integers from 0 to below `bound`.
+        """Uniform integers from 0 to below `bound`, int64 of a shape.
 
-        Args:
-            bound (`int`): at most `2 ** 16`; the shares of two values differ by less than `bound / 2 ** 32`.
-            shape (`int`): of the result.
-
-        Returns: int64 of that shape.
+        `bound` is at most `2 ** 16`: the shares of two values differ by less than `bound / 2 ** 32`.
         """
         drawn = (self.words(int(np.prod(shape))) * np.uint64(bound)) >> np.uint64(32)
         return drawn.astype(np.int64).reshape(shape)

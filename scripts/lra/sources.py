@@ -39,9 +39,6 @@ class TextSettings:
         max_length: bytes of a text; longer ones are cut.
         validation_share: share of the training texts that are held out for validation, spread evenly. With the default
             0 validation is the test, as published: then it must not choose anything.
-
-    Raises:
-        ValueError: a length below 1, or a share that is not from 0 to below 1.
     """
 
     max_length: int = 4096
@@ -60,14 +57,7 @@ class ImageSettings:
 
 @dataclass(frozen=True)
 class RetrievalSettings:
-    """Settings of Retrieval.
-
-    Attributes:
-        max_length: bytes of each text of a pair; longer ones are cut.
-
-    Raises:
-        ValueError: a length below 1.
-    """
+    """Settings of Retrieval: `max_length` bytes of each text of a pair; longer ones are cut."""
 
     max_length: int = 4096
 
@@ -76,37 +66,21 @@ class RetrievalSettings:
 
 
 def cut(text: str, max_length: int) -> str:
-    """The beginning of a text.
-
-    Args:
-        text (`str`): any text.
-        max_length (`int`): the most bytes that stay.
-
-    Returns: `str`: at most so many bytes of UTF-8; a character that would be cut through is left out.
-    """
+    """The beginning of a text, at most so many bytes of UTF-8; a character that would be cut through is left out."""
     return text.encode()[:max_length].decode(errors="ignore")
 
 
 def grey(colours: np.ndarray) -> np.ndarray:
-    """Brightness of colours (Source: ITU-R BT.601, luma).
+    """Brightness, uint8 `(...)`, of red, green and blue, `(..., 3)` (Source: ITU-R BT.601, luma).
 
-    Args:
-        colours (`np.ndarray`): uint8 `(..., 3)`: red, green, blue.
-
-    Returns: uint8 `(...)`, rounded; in whole numbers, so that it is the same everywhere.
+    Rounded in whole numbers, so that it is the same everywhere.
     """
     weighted = (colours.astype(np.int64) * (299, 587, 114)).sum(axis=-1)
     return ((weighted + 500) // 1000).astype(np.uint8)
 
 
 def source_files(task: str, path: Path | None) -> dict[str, Path]:
-    """The files or folders of a task in the user's folder; none where the task comes from the Hub.
-
-    Args:
-        task (`str`): `"text"`, `"image"` or `"retrieval"`.
-        path (`Path`, *optional*): the folder.
-
-    Returns: `dict`: a path for each split there is.
+    """The file or folder of each split of a task in the user's folder; none where the task comes from the Hub.
 
     Raises:
         FileNotFoundError: the folder does not hold what the task needs, or Retrieval was given none.
@@ -158,15 +132,10 @@ def _class_number(label: Any, classes: tuple[str, ...], place: str) -> int:
 
 
 def text_examples(settings: TextSettings, files: dict[str, Path], split: str) -> Iterator[Example]:
-    """Film reviews and whether they are good.
+    """Film reviews and whether they are good, as `text` and `label`.
 
-    Args:
-        settings (`TextSettings`): how they are cut and held out.
-        files (`dict`): JSON lines with `text` and `label` (`neg` and `pos`, or 0 and 1) for `train` and `test`; empty
-            for the data set `stanfordnlp/imdb` of the Hub.
-        split (`str`): `"train"`, `"validation"` or `"test"`.
-
-    Yields: `dict` with `text` and `label`.
+    `files` are JSON lines with `text` and `label` (`neg` and `pos`, or 0 and 1) for `train` and `test`; none for the
+    data set `stanfordnlp/imdb` of the Hub.
 
     Raises:
         ValueError: a line without text or with another label.
@@ -192,14 +161,10 @@ def _text_rows(files: dict[str, Path], split: str) -> Iterator[dict[str, Any]]:
 
 
 def read_images(files: dict[str, Path], source: str) -> list[Image]:
-    """Coloured images and their classes, in an order that mixes the classes.
+    """Coloured images, uint8 `(32, 32, 3)`, and their class numbers, in an order that mixes the classes.
 
-    Args:
-        files (`dict`): for `train` and `test` a folder with a folder of images for each class, or a tar file of one;
-            empty for the data set `uoft-cs/cifar10` of the Hub.
-        source (`str`): `"train"` or `"test"`.
-
-    Returns: `list` of images, uint8 `(32, 32, 3)`, and class numbers.
+    `files` are for `train` and `test` a folder with a folder of images for each class, or a tar file of one; none for
+    the data set `uoft-cs/cifar10` of the Hub.
 
     Raises:
         ValueError: no image is there, one has another size, or a folder is no class of CIFAR-10.
@@ -216,13 +181,9 @@ def read_images(files: dict[str, Path], source: str) -> list[Image]:
 
 
 def image_examples(images: list[Image], split: str) -> Iterator[Example]:
-    """Grey images, row by row.
+    """Grey images as `pixels` `(1024,)`, row by row, and `label`; validation is the last tenth of the training images.
 
-    Args:
-        images (`list`): what `read_images` gives, of `"test"` for the test, else of `"train"`.
-        split (`str`): `"train"`, `"validation"` (the last tenth of the training images) or `"test"`.
-
-    Yields: `dict` with `pixels` `(1024,)` and `label`.
+    `images` are what `read_images` gives, of `"test"` for the test, else of `"train"`.
     """
     training = len(images) - len(images) // HELD_OUT
     chosen = {"train": images[:training], "validation": images[training:], "test": images}[split]
@@ -268,17 +229,9 @@ def _stored_images(source: Path) -> list[Image]:
 
 
 def retrieval_examples(settings: RetrievalSettings, files: dict[str, Path], split: str) -> Iterator[Example]:
-    """Pairs of papers and whether they are related.
+    """Pairs of papers and whether they are related, as `text1`, `text2` and `label`.
 
-    Args:
-        settings (`RetrievalSettings`): how they are cut.
-        files (`dict`): for each split a file of label, id1, id2, text1 and text2 divided by tabs.
-        split (`str`): `"train"`, `"validation"` or `"test"`.
-
-    Yields: `dict` with `text1`, `text2` and `label`.
-
-    Raises:
-        ValueError: a line that does not have the five columns, or another label than 0 and 1.
+    A line that has not the five columns, or another label than 0 and 1, is a `ValueError`.
     """
     with _open_text(files[split]) as lines:
         for number, line in enumerate(lines):

@@ -116,7 +116,6 @@ class DataArguments:
     cache_dir: str | None = field(default=None, metadata={"help": "Where data are kept; default that of `datasets`."})
     num_proc: int = field(default=1, metadata={"help": "Processes that generate data."})
     max_length: int = field(default=4096, metadata={"help": "Tokens of an input, in a pair of each text."})
-    pad_to: int = field(default=1, metadata={"help": "Fill every input up to so many tokens at least."})
     max_eval_samples: int | None = field(default=None, metadata={"help": "Evaluate on so many, drawn by lot."})
     max_predict_samples: int | None = field(default=None, metadata={"help": "Test on so many, drawn by lot."})
     verify_data: bool = field(
@@ -218,7 +217,7 @@ def main(command_line: list[str] | None = None) -> dict[str, float]:
     model = make_model(
         model_arguments, auto_class, tokenizer, model_settings(model_arguments, positions) | label_settings(classes)
     )
-    collator = LRACollator(task, tokenizer, max_length, two_towers, data_arguments.pad_to)
+    collator = LRACollator(task, tokenizer, max_length, two_towers)
     trainer = RepeatableTrainer(
         model=model,
         args=training,

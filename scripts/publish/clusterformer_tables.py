@@ -15,7 +15,8 @@ from ..reproduce import classification as classification_table
 from ..reproduce import digits as mnist_clustering
 from ..reproduce import translation as translation_table
 from ..reproduce.classification_data import DATA_SETS
-from ..reproduce.partner_recall import LOSSES, ROUTINGS, VALUES
+from ..reproduce.partner_recall import LOSSES, VALUES
+from ..reproduce.partner_recall import table as recall_table
 from ..shared.markdown import by_length, of_frame
 from ..shared.runs import mean_and_deviation
 from .cst_tables import Table, of_file
@@ -31,10 +32,7 @@ def of_main_budget(rows: list[dict[str, Any]], *fields: str) -> list[dict[str, A
 @of_file("partner_recall")
 def partner_recall(result: dict[str, Any]) -> Table:
     """Accuracy of every routing by the number of words and of blocks in sight."""
-    frame = pd.DataFrame(result["rows"])
-    groups = frame.groupby(["routing", "length", "window_blocks"])["accuracy"].apply(mean_and_deviation)
-    shown = groups.unstack(["length", "window_blocks"]).sort_index(axis=1).fillna("")
-    shown = shown.reindex([name for name in ROUTINGS if name in shown.index])
+    shown = recall_table(result["rows"])
     shown = shown.set_axis([f"{column[0]} words, {column[1]} blocks" for column in shown.columns], axis=1)
     sizes = result["settings"]
     note = (

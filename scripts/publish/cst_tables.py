@@ -14,6 +14,7 @@ from hf_effattn import CSTConfig
 from hf_effattn.patching.methods.cst import CompositeSlices
 from hf_effattn.reporting.table import markdown
 
+from ..benchmark import cst as benchmark_cst
 from ..lra import train as run_lra
 from ..reproduce import approximation as approximate
 from ..reproduce import lra as lra_table
@@ -171,14 +172,15 @@ def converted() -> str:
 @of_file("benchmark_cst")
 def before_fine_tuning(result: dict[str, Any]) -> Table:
     """Cosines of the sentence embeddings of a converted BERT with those of the exact one; default slices."""
-    lengths = sorted({row["length"] for row in result["conversions"]})
+    conversions = [row for row in result["rows"] if row["measured"] == benchmark_cst.CONVERSION]
+    lengths = sorted({row["length"] for row in conversions})
     cells = {
         (row["conversion"], row["slice_length"], row["extension_ratio"], row["length"]): f"{row['cosine_mean']:.3f}"
-        for row in result["conversions"]
+        for row in conversions
     }
     kinds = dict.fromkeys(key[:3] for key in cells if key[1] == CompositeSlices.slice_length)
     rows = [[f"{name}, L={L} α={ratio}", *(cells[name, L, ratio, N] for N in lengths)] for name, L, ratio in kinds]
-    note = f"Mean over {result['conversions'][0]['texts']} passages of novels. "
+    note = f"Mean over {conversions[0]['texts']} passages of novels. "
     return markdown(["", *(f"{N} tokens" for N in lengths)], rows), note
 
 
@@ -186,9 +188,10 @@ def before_fine_tuning(result: dict[str, Any]) -> Table:
 def layers(result: dict[str, Any]) -> Table:
     """Speed and memory of a layer of slices against the same with SDPA."""
     header = ["", "forward", "forward + backward", "memory", "memory of SDPA"]
-    exact = {(row["length"], row["part"]): row for row in result["layers"] if row["attention"] == "SDPA"}
+    measured = [row for row in result["rows"] if row["measured"] == benchmark_cst.LAYER]
+    exact = {(row["length"], row["part"]): row for row in measured if row["attention"] == "SDPA"}
     rows = []
-    for row in result["layers"]:
+    for row in measured:
         if row["attention"] == "SDPA":
             continue
         both = row, exact[row["length"], row["part"]]

@@ -4,8 +4,9 @@ from typing import Any
 
 from hf_effattn.reporting.table import markdown
 
-from ..benchmark._exact import BLOCKS
 from ..benchmark.attention import EXACT
+from ..benchmark.exact_models import BLOCKS
+from ..shared.markdown import number
 from .cst_tables import Table, of_file
 
 
@@ -26,7 +27,8 @@ def windows(result: dict[str, Any]) -> Table:
         shared = f", {sharing} heads share keys" if sharing > 1 else ""
         cells = [(f"{after} to each side" if after else f"{before + 1:,} backwards") + shared, texts]
         for one in dtypes:
-            cells += [f"{case[one]['forward']:.1f}×", f"{case[one]['training']:.1f}×", f"{case[one]['error']:.0e}"]
+            speeds = (f"{case[one][f'{name}_speedup']:.1f}×" for name in ("forward", "training"))
+            cells += [*speeds, f"{case[one]['error']:.0e}"]
         rows.append(cells)
     sizes = result["settings"]
     note = (
@@ -40,16 +42,11 @@ def windows(result: dict[str, Any]) -> Table:
 DROPPED = {"DeBERTa-base": "DeBERTa-base (dropped: gains too little)"}
 
 
-def _listed(layers: dict[str, int]) -> str:
-    """How many layers each model has, for a note."""
-    return ", ".join(f"{count} of {name}'s" for name, count in layers.items())
-
-
 def _beside_own_code(result: dict[str, Any]) -> tuple[list[str], list[list[str]]]:
     """Header and rows: how much faster models are than by transformers' own code, what they hold, and how far off."""
     found: dict[tuple[str, int, int], dict[str, dict[str, dict[str, Any]]]] = {}
     for row in result["rows"]:
-        case = found.setdefault((row["model"], row.get("texts", 1), row["length"]), {})
+        case = found.setdefault((row["model"], row["texts"], row["length"]), {})
         case.setdefault(row["dtype"], {})[row["method"]] = row
     dtypes = list(dict.fromkeys(row["dtype"] for row in result["rows"]))
     columns = "forward", "training", "error"
@@ -62,7 +59,7 @@ def _beside_own_code(result: dict[str, Any]) -> tuple[list[str], list[list[str]]
     ):
         cells = [DROPPED.get(name, name), f"{texts} × {length:,}" if texts > 1 else f"{length:,}"]
         for patched in (case[one][BLOCKS] for one in dtypes):
-            speeds = (f"{patched[name]:.1f}×" if name in patched else "" for name in ("forward", "training"))
+            speeds = (number(patched, f"{name}_speedup", ".1f", "×") for name in ("forward", "training"))
             cells += [*speeds, f"{patched['error']:.0e}"]
         ways = case[dtypes[0]][EXACT], case[dtypes[0]][BLOCKS]
         peaks = [[row[peak] / 2**20 for row in ways if peak in row] for peak in held.values()]
@@ -74,11 +71,12 @@ def _beside_own_code(result: dict[str, Any]) -> tuple[list[str], list[list[str]]
 @of_file("benchmark_longformer")
 def longformer(result: dict[str, Any]) -> Table:
     """Longformer and its kind in blocks, and Gemma 2."""
-    layers = {row["model"]: row["layers"] for row in result["rows"]}
+    counts = {row["model"]: row["layers"] for row in result["rows"]}
+    layers = ", ".join(f"{count} of {name}'s" for name, count in counts.items())
     note = (
         "Times as fast as transformers' own code, all layers, the first token of Longformer and LED seeing all "
         "others, and the relative L2 distance of the last hidden states; memory beside the weights, "
-        f"{result['rows'][0]['dtype']}. Published sizes, {_listed(layers)} layers, random weights, one text. Most of "
+        f"{result['rows'][0]['dtype']}. Published sizes, {layers} layers, random weights, one text. Most of "
         "LED's memory is a mask of N × N, of LongT5's the biases. "
     )
     return markdown(*_beside_own_code(result)), note
@@ -90,7 +88,7 @@ def relative_bias(result: dict[str, Any]) -> Table:
     note = (
         "Times as fast as transformers' own code, the whole encoder, training with its dropout, and the relative L2 "
         "distance of the last hidden states; memory beside the weights, "
-        f"{result['rows'][0]['dtype']}. Published sizes, {result['settings']['layers']} layers, random weights; of "
+        f"{result['rows'][0]['dtype']}. Published sizes, {result['rows'][0]['layers']} layers, random weights; of "
         "several texts the shortest is half as long; Parakeet, of frames of 80 ms, without the convolutions before; "
         "w2v-bert-2.0, of 20 ms. "
     )
@@ -104,7 +102,7 @@ def pixtral(result: dict[str, Any]) -> Table:
     note = (
         "Times as fast as transformers' own code, the whole encoder, training without updates, and the relative L2 "
         f"distance of the last hidden states; memory beside the weights, {result['rows'][0]['dtype']}. Published "
-        f"size, {result['settings']['layers']} layers, random weights, square images of one size. "
+        f"size, {result['rows'][0]['layers']} layers, random weights, square images of one size. "
     )
     return markdown(["model", "images × patches", *header[2:]], rows), note
 

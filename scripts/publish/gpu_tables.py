@@ -32,13 +32,13 @@ Rows = dict[tuple[str, int], dict[str, Any]]
 
 def kernels() -> str:
     """The verdict, and times faster than exact attention: as a CUDA graph, and without one."""
-    attention, cst, former, kmeans, prefill = (
-        kept(f"gpu/benchmark_{name}") for name in ("attention", "cst", "clusterformer_1024", "kmeans", "prefill")
+    attention, cst, former, prefill = (
+        kept(f"gpu/benchmark_{name}") for name in ("attention", "cst", "clusterformer_1024", "prefill")
     )
-    if not (attention and cst and former and kmeans and prefill):
+    if not (attention and cst and former and prefill):
         return NOT_RUN
     methods = {(row["method"], row["length"]): row for row in attention["rows"]}
-    layers: Rows = {(row["attention"], row["length"]): row for row in cst["layers"] if row["part"] == "attention"}
+    layers: Rows = {(row["attention"], row["length"]): row for row in cst["rows"] if row.get("part") == "attention"}
     routings: Rows = {
         (row["routing"], row["length"]): {
             name.removeprefix("attention_"): value for name, value in row.items() if name.startswith("attention_")
@@ -65,7 +65,6 @@ def kernels() -> str:
         f"projections, {cst['settings']['width']} wide. The host's share: of the forward time without a graph, what a "
         f"graph saves. Error: relative L2 of the attention output on MiniLM's queries, keys and values, on which "
         "heads run exactly that ask for it; on the random inputs that are timed none does. "
-        f"{_kmeans(kmeans)}"
     )
     return "\n\n".join(verdict) + "\n\n" + markdown(list(HEADER), rows) + machine(attention["environment"], note)
 
@@ -127,14 +126,4 @@ def _causal(result: dict[str, Any]) -> str:
         f"{min(slower):.0f} to {max(slower):.0f} times as long as exact attention, from {min(lengths):,} to "
         f"{max(lengths):,} tokens "
         f"({sizes['heads']} heads, {sizes['key_heads']} of keys, D={sizes['head_dim']})."
-    )
-
-
-def _kmeans(result: dict[str, Any]) -> str:
-    """The time of K-means alone, for which no rival was there."""
-    (row,) = result["rows"]
-    settings = result["settings"]
-    return (
-        f"K-means of {row['problems']} × {row['points']:,} points of {settings['dim']}, {row['clusters']} clusters, "
-        f"{settings['iterations']} iterations: {row['ms']:.1f} ms; flash-kmeans was not installed. "
     )

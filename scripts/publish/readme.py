@@ -52,9 +52,6 @@ ROOT = Path(__file__).resolve().parents[2]
 PATCHING = ROOT / "hf_effattn" / "patching"
 
 
-STATISTICS = ("median", "mean")
-
-
 # Of the README, from the fastest to the most exact.
 SHOWN = (
     ("i-clustered, K-means", "clusters=100 topk=64"),
@@ -106,32 +103,29 @@ def _crossover() -> dict[str, Any]:
 def closeness(result: dict[str, Any]) -> Table:
     """Cosines of the sentence embeddings, the default clustering beside the others."""
     kinds = list(dict.fromkeys(row["clustering"] for row in result["rows"]))
-    rows = []
-    shown = ("length", "method", "clusters", "topk", "key_clusters")
-    for setting in dict.fromkeys(tuple(row[field] for field in shown) for row in result["rows"]):
-        length, method, clusters, topk, key_clusters = setting
-        counts = {"clusters": clusters, "topk": topk, "key_clusters": key_clusters}
-        name = f"{length} tokens, {method_text(method, {name: count for name, count in counts.items() if count})}"
-        values = {row["clustering"]: row for row in result["rows"] if tuple(row[field] for field in shown) == setting}
-        rows.append(
-            [name] + [f"{values[kind]['cosine_mean']:.4f} ({values[kind]['cosine_min']:.4f})" for kind in kinds]
-        )
+    cells: dict[str, dict[str, str]] = {}
+    for row in result["rows"]:
+        counts = {name: row[name] for name in ("clusters", "topk", "key_clusters") if row[name]}
+        name = f"{row['length']} tokens, {method_text(row['method'], counts)}"
+        cells.setdefault(name, {})[row["clustering"]] = f"{row['cosine_mean']:.4f} ({row['cosine_min']:.4f})"
+    rows = [[name, *(of_setting[kind] for kind in kinds)] for name, of_setting in cells.items()]
     first = result["rows"][0]
-    note = f"{result['model']}, mean (lowest) of {first['texts']} passages of {first['books']} novels. "
+    note = f"{result['settings']['model']}, mean (lowest) of {first['texts']} passages of {first['books']} novels. "
     return markdown(["", *kinds], rows), note
 
 
 @of_file("head_errors")
 def head_errors(result: dict[str, Any]) -> Table:
     """Errors of heads, first order beside order zero, at equal settings."""
-    ratios, _, _ = benchmark_head_errors.summary(result["rows"])
+    ratios = benchmark_head_errors.summary(result["rows"])
     lengths = sorted(ratios["length"].unique())
-    header = ["", *(f"{length:,}: {name}" for length in lengths for name in ("median head", "mean of heads"))]
+    statistics = {"median": "median head", "mean": "mean of heads"}
+    header = ["", *(f"{length:,}: {name}" for length in lengths for name in statistics.values())]
     rows = []
     for (clusters, topk, key_clusters), group in ratios.groupby(["clusters", "topk", "key_clusters"]):
         cells = [f"bi-clustered clusters={clusters} topk={topk} key_clusters={key_clusters}"]
         for _, row in group.sort_values("length").iterrows():
-            cells += [f"{row[f'first_order {name}']:.3f} ({row[f'order_zero {name}']:.3f})" for name in STATISTICS]
+            cells += [f"{row[f'first_order {name}']:.3f} ({row[f'order_zero {name}']:.3f})" for name in statistics]
         rows.append(cells)
     note = (
         "Relative L2 error of the attention output; in brackets plain means of key clusters at the same settings. 72 "
@@ -173,19 +167,12 @@ def clustering(result: dict[str, Any]) -> Table:
     """Time of the labels and error of i-clustered attention with them."""
     lengths = sorted({row["length"] for row in result["rows"]})
     header = ["clustering"] + [f"{length:,}: {what}" for length in lengths for what in ("ms", "error")]
-    rows = []
-    for name in dict.fromkeys(row["clustering"] for row in result["rows"]):
-        values = {row["length"]: row for row in result["rows"] if row["clustering"] == name}
-        rows.append(
-            [name]
-            + [
-                text
-                for length in lengths
-                for text in (f"{values[length]['ms']:.0f}", f"{values[length]['attention_error']:.3f}")
-            ]
-        )
-    first = result["rows"][0]
-    note = f"clusters={first['clusters']} topk={first['topk']}, H=12, D=32, one layer's labels. "
+    cells: dict[str, list[str]] = {}
+    for row in sorted(result["rows"], key=lambda row: row["length"]):
+        cells.setdefault(row["clustering"], []).extend([f"{row['ms']:.0f}", f"{row['attention_error']:.3f}"])
+    rows = [[name, *texts] for name, texts in cells.items()]
+    settings = result["settings"]
+    note = f"clusters={settings['clusters']} topk={settings['topk']}, H=12, D=32, one layer's labels. "
     return markdown(header, rows), note
 
 
@@ -223,8 +210,8 @@ def whole_models(result: dict[str, Any]) -> Table:
     """Speed of a whole model, as it runs and as it trains."""
     rows = [
         [f"{row['length']:,} tokens, {row['method']}"]
-        + [number(row, f"{part}_speedup", ".2f", "×") for part in ("forward", "training_step")]
-        + [f"{row[f'{part}_peak_bytes'] / 2**20:.0f} MiB" for part in ("forward", "training_step")]
+        + [number(row, f"{part}_speedup", ".2f", "×") for part in ("forward", "training")]
+        + [f"{row[f'{part}_peak_bytes'] / 2**20:.0f} MiB" for part in ("forward", "training")]
         for row in result["rows"]
     ]
     first = result["rows"][0]
@@ -250,21 +237,15 @@ def retrieval(result: dict[str, Any]) -> Table:
     if exact:
         header += ["points against exact", "times faster"]
     rows = []
-    order = [
-        benchmark_retrieval.CUT,
-        benchmark_retrieval.CHUNKS,
-        *benchmark_retrieval.METHODS,
-        benchmark_retrieval.EXACT,
-    ]
-    for name, row in ((name, found[name]) for name in order if name in found):
+    for name, row in ((name, found[name]) for name in benchmark_retrieval.KINDS if name in found):
         cells = [name, f"{100 * row['ndcg_at_10']:.1f}", f"{row['seconds']:,.0f}"]
-        if exact:
+        if row is exact:
+            cells += ["", ""]
+        elif exact:
             lost = 100 * (np.array(row["ndcg_of_queries"]) - np.array(exact["ndcg_of_queries"]))
-            cells += [
-                f"{lost.mean():+.1f} ± {lost.std(ddof=1) / len(lost) ** 0.5:.1f}",
-                f"{exact['seconds'] / row['seconds']:.1f}×",
-            ]
-        rows.append(cells if row is not exact else [*cells[:3], "", ""])
+            cells.append(f"{lost.mean():+.1f} ± {lost.std(ddof=1) / len(lost) ** 0.5:.1f}")
+            cells.append(f"{exact['seconds'] / row['seconds']:.1f}×")
+        rows.append(cells)
     whole = found["bi-clustered"]
     note = (
         f"{whole['queries']} queries, {whole['meetings']} meetings of {whole['shortest']:,} to {whole['longest']:,} "
@@ -282,7 +263,7 @@ def images(result: dict[str, Any]) -> Table:
     """How much faster the image encoders of models that read images among text are, by default settings."""
     found: dict[tuple[str, int], dict[str, float]] = {}
     for row in result["rows"]:
-        found.setdefault((row["encoder"], row["patches"]), {})[row["method"]] = row["speed"]
+        found.setdefault((row["encoder"], row["patches"]), {})[row["method"]] = row["forward_speedup"]
     rows = [
         [name, f"{patches:,}", *(f"{speeds[method]:.1f}×" for method in benchmark_images.METHODS)]
         for (name, patches), speeds in found.items()

@@ -20,6 +20,7 @@ import tempfile
 import time
 from collections import Counter
 from collections.abc import Callable, Iterator
+from functools import partial
 from itertools import count
 from pathlib import Path
 from typing import Annotated, Any
@@ -37,7 +38,7 @@ from hf_effattn.embedding.run import Progress, embed
 from hf_effattn.training import RepeatableTrainer
 
 from ..shared.command_line import run_with_help
-from ..shared.runs import KeptRuns
+from ..shared.runs import RESULTS, KeptRuns
 from ..train import clm
 from ._children import Child, run
 
@@ -89,14 +90,7 @@ class Trials:
             *("--train_files", str(self.text), "--validation_files", str(self.text), "--model_type", "gpt2"),
             *("--config_overrides", "n_layer=1,n_embd=32,n_head=2"),
             *("--method", "clustered clusters=4 min_length=0"),
-            *(
-                "--vocab_size",
-                "270",
-                "--block_length",
-                "32",
-                "--max_steps",
-                str(STEPS),
-            ),
+            *("--vocab_size", "270", "--block_length", "32", "--max_steps", str(STEPS)),
             *("--save_steps", "4", "--do_train", "--do_eval", "--use_cpu", "--report_to", "none"),
             *("--disable_tqdm", "true", "--per_device_train_batch_size", str(4 // processes)),
             *("--resume_from_checkpoint", "last", "--output_dir", str(output)),
@@ -378,17 +372,12 @@ def no_number(trials: Trials, drawn: random.Random) -> tuple[str, str]:
 
 
 FAULTS: dict[str, Callable[[Trials, random.Random], tuple[str, str]]] = {
-    "kill: training": lambda trials, drawn: kill("training", trials, drawn),
-    "kill: embedding": lambda trials, drawn: kill("embedding", trials, drawn),
-    "kill: tuning": lambda trials, drawn: kill("tuning", trials, drawn),
-    "kill: saving": lambda trials, drawn: kill("saving", trials, drawn),
+    **{f"kill: {what}": partial(kill, what) for what in ("training", "embedding", "tuning", "saving")},
     "kill: one of two processes": kill_of_two,
-    "full disk: training": lambda trials, drawn: full_disk("training", trials, drawn),
-    "full disk: embedding": lambda trials, drawn: full_disk("embedding", trials, drawn),
-    "full disk: saving": lambda trials, drawn: full_disk("saving", trials, drawn),
+    **{f"full disk: {what}": partial(full_disk, what) for what in ("training", "embedding", "saving")},
     "checkpoint cut short": cut_short,
-    "bit of a checkpoint's header": lambda trials, drawn: flipped(True, trials, drawn),
-    "bit of a checkpoint's weights": lambda trials, drawn: flipped(False, trials, drawn),
+    "bit of a checkpoint's header": partial(flipped, True),
+    "bit of a checkpoint's weights": partial(flipped, False),
     "config edited by hand": edited,
     "loss that is no number": no_number,
 }
@@ -411,7 +400,7 @@ def verdicts(fault: str, missing: list[int], trials: Trials) -> Iterator[dict[st
 def main(
     only: Annotated[str, typer.Option(help="Only faults with this in their name.")] = "",
     output: Annotated[Path, typer.Option(help="JSON file of the results; trials in it are kept.")] = (
-        Path(__file__).parents[1] / "results" / "faults.json"
+        RESULTS / "faults.json"
     ),
 ) -> None:
     kept = KeptRuns(output, {})

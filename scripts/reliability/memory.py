@@ -29,7 +29,7 @@ import typer
 import hf_effattn
 
 from ..shared.command_line import run_with_help
-from ..shared.runs import KeptRuns, print_rows
+from ..shared.runs import RESULTS, KeptRuns, print_rows
 from ._children import run
 from ._tiny import KINDS, ids_of, patch, tiny
 
@@ -160,12 +160,7 @@ def planned() -> list[dict[str, Any]]:
     ]
 
 
-MEASURES: dict[str, Callable[..., dict[str, Any]]] = {
-    "peak": peak,
-    "passes": passes,
-    "patches": patches,
-    "threads": threads,
-}
+MEASURES: dict[str, Callable[..., dict[str, Any]]] = {call.__name__: call for call in (peak, passes, patches, threads)}
 
 
 def measure(run_of: dict[str, Any]) -> dict[str, Any]:
@@ -182,7 +177,7 @@ def slope(bytes_at: dict[int, int]) -> float:
 
 def main(
     output: Annotated[Path, typer.Option(help="JSON file of the results; rows in it are kept.")] = (
-        Path(__file__).parents[1] / "results" / "memory.json"
+        RESULTS / "memory.json"
     ),
 ) -> None:
     kept = KeptRuns(output, {"lengths": LENGTHS, "longest_pass": LONGEST_PASS, "allowed_of_a_step": ALLOWED})

@@ -28,12 +28,12 @@ import pandas as pd
 import torch
 import typer
 from rich.progress import track
-from transformers import AutoConfig, AutoModelForSequenceClassification
+from transformers import AutoModelForSequenceClassification
 
 from hf_effattn import ClusterFormerConfig
 
 from ..shared.command_line import check_names, command_line_of, run_with_help, switches
-from ..shared.runs import KeptRuns, mean_and_deviation, print_rows, print_table
+from ..shared.runs import RESULTS, KeptRuns, mean_and_deviation, print_rows, print_table
 from ..train import classification as run_classification
 from .answer_ranking import rank_answers
 from .classification_data import DATA_SETS
@@ -95,28 +95,6 @@ DATA_SETS_OF_SWEEP = {
     "clusters": "20 Newsgroups",
     "losses": "20 Newsgroups,WikiQA,SICK",
 }
-# Its Reformer stands beside LSH, its Routing Transformer beside K-means. WikiQA: mean average precision.
-PAPER: dict[str, dict[str, dict[str, float]]] = {
-    "routings": {
-        TRANSFORMER: {"CR": 86.2, "MR": 81.8, "SUBJ": 95.4, "MPQA": 89.9, "20 Newsgroups": 83.6, "WikiQA": 60.1},
-        "neural": {"CR": 88.1, "MR": 82.7, "SUBJ": 96.2, "MPQA": 90.4, "20 Newsgroups": 83.8, "WikiQA": 63.0},
-        "K-means": {"CR": 80.1, "MR": 78.8, "SUBJ": 94.3, "MPQA": 81.2, "20 Newsgroups": 81.3, "WikiQA": 56.0},
-        "LSH": {"CR": 83.0, "MR": 79.7, "SUBJ": 94.7, "MPQA": 88.6, "20 Newsgroups": 81.7, "WikiQA": 58.7},
-    },
-    "clusters": {TRANSFORMER: {"20 Newsgroups": 84.8}}
-    | {
-        f"k={k}": {"20 Newsgroups": accuracy}
-        for k, accuracy in zip(CLUSTERS, (84.9, 84.3, 85.0, 84.5, 84.3, 83.6, 83.6), strict=True)
-    },
-    "losses": {
-        "neural, no loss": {"WikiQA": 61.2},
-        "neural, L2": {"WikiQA": 62.0},
-        "neural, L1": {"WikiQA": 61.9},
-        "neural, L1 and L2": {"WikiQA": 63.1},
-    },
-}
-
-
 # What a row's settings leave as it is: results of other defaults are not compared with these.
 DEFAULTS = {
     name: getattr(ClusterFormerConfig(), name)
@@ -176,16 +154,13 @@ def costs_of(
     """A row per model: time and memory of a training step on a full batch of the longest texts, interleaved."""
     first = next(iter(runs.values()))
     shared = {name: first[name] for name in ("dataset", "max_length")}
-    sizes = {"vocab_size": TRAINING["vocab_size"], "max_position_embeddings": shared["max_length"]}
-    models = {}
-    for name, run in runs.items():
-        config = AutoConfig.for_model("clusterformer", **SIZES | sizes | run["settings"])
-        models[name] = AutoModelForSequenceClassification.from_config(config).to(device).train()
+    same = {"model_type": "clusterformer", "vocab_size": TRAINING["vocab_size"], **SIZES}
+    same["max_position_embeddings"] = shared["max_length"]
+    models = {name: same | run["settings"] for name, run in runs.items()}
     shape = TRAINING["per_device_train_batch_size"], shared["max_length"]
-    words = torch.randint(1, TRAINING["vocab_size"], shape, device=device)
-    labels = torch.zeros(shape[0], dtype=torch.long, device=device)
-    found = step_costs(models, TRANSFORMER, words, labels, low_precision, repeats)
-    return [shared | {"settings": runs[name]["settings"], "measured": "step"} | costs for name, costs in found.items()]
+    auto_class = AutoModelForSequenceClassification
+    costs = step_costs(models, TRANSFORMER, auto_class, shape, device, low_precision, repeats)
+    return [shared | {"settings": runs[name]["settings"], "measured": "step"} | row for name, row in costs.items()]
 
 
 def measure(run: dict[str, Any], paths: dict[str, Path], low_precision: bool) -> dict[str, Any]:
@@ -210,22 +185,16 @@ def differences(frame: pd.DataFrame, metric: str, name: str, to: str) -> list[fl
 
 
 def table(rows: list[dict[str, Any]], sweep: str) -> pd.DataFrame:
-    """For every data set: its metric, the differences to the Transformer and to the random order, the paper's."""
-    frame = pd.DataFrame(rows)
+    """For every data set its metric, and the differences to the Transformer and to the random order."""
     columns: dict[str, pd.Series] = {}
-    for dataset, part in frame.groupby("dataset", sort=False):
-        named = part.groupby("name", sort=False)
-        metric = DATA_SETS[str(dataset)].metric
-        columns[str(dataset)] = named[metric].apply(mean_and_deviation)
+    for dataset, part in pd.DataFrame(rows).groupby("dataset", sort=False):
+        by_name, metric = part.groupby("name", sort=False), DATA_SETS[str(dataset)].metric
+        columns[str(dataset)] = by_name[metric].apply(mean_and_deviation)
         for short, to in (("Transformer", TRANSFORMER), ("random", RANDOM)):
-            if to in named.groups:
-                gain = {name: mean_and_deviation(differences(part, metric, str(name), to)) for name in named.groups}
-                columns[f"{dataset} - {short}"] = pd.Series(gain)
-        numbers = {name: str(found[str(dataset)]) for name, found in PAPER[sweep].items() if dataset in found}
-        if numbers:
-            columns[f"{dataset}, paper"] = pd.Series(numbers)
+            gains = {name: mean_and_deviation(differences(part, metric, str(name), to)) for name in by_name.groups}
+            columns[f"{dataset} - {short}"] = pd.Series(gains)
     shown = pd.DataFrame(columns)
-    return shown.reindex([name for name in SWEEPS[sweep] if name in set(frame["name"])]).fillna("")
+    return shown.reindex([name for name in SWEEPS[sweep] if name in shown.index]).fillna("")
 
 
 def settings_of(sweep: str, name: str, dataset: str) -> dict[str, Any]:
@@ -287,7 +256,7 @@ def main(
     costs: Annotated[bool, typer.Option("--costs", help="Measure a step of each model; train nothing.")] = False,
     repeats: Annotated[int, typer.Option(help="Rounds of that measurement.")] = 5,
     dtype: Annotated[str, typer.Option(help="bfloat16: autocast, or float32.")] = "bfloat16",
-    output: Path = Path(__file__).parents[1] / "results" / "classification_table.json",
+    output: Path = RESULTS / "classification_table.json",
 ) -> None:
     """Run what the output file does not hold yet, keep it as JSON after every run, and print the table."""
     if sweep not in SWEEPS:

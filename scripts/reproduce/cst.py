@@ -24,14 +24,14 @@ import pandas as pd
 import torch
 import typer
 from rich.progress import track
-from transformers import AutoConfig, AutoModelForCausalLM, AutoModelForSequenceClassification
+from transformers import AutoModelForCausalLM, AutoModelForSequenceClassification
 
 from hf_effattn.samples.model import installed_model_folder
 from hf_effattn.settings_parsing import method_text
 
 from ..shared.command_line import check_names, command_line_of, run_with_help, switches
 from ..shared.data import dataset_path
-from ..shared.runs import KeptRuns, print_table, run_folder, with_wall_time
+from ..shared.runs import RESULTS, KeptRuns, print_table, run_folder, with_wall_time
 from ..train import classification as run_classification
 from ..train import clm as run_clm
 from .step_costs import step_costs
@@ -237,8 +237,8 @@ def train(run: dict[str, Any], runs: Path, low_precision: bool) -> dict[str, Any
     """Train and evaluate one model, from its newest checkpoint where it has one; the row to keep."""
     task = TASKS[run["task"]]
     folder = folder_of(run, runs, low_precision)
-    found = with_wall_time(partial(task.run, command_line(task, run, folder, low_precision)), folder)
-    return run | {name: found[name] for name in KEPT if name in found}
+    metrics = with_wall_time(partial(task.run, command_line(task, run, folder, low_precision)), folder)
+    return run | {name: metrics[name] for name in KEPT if name in metrics}
 
 
 def costs_of(name: str, device: torch.device, low_precision: bool, repeats: int) -> list[dict[str, Any]]:
@@ -247,16 +247,11 @@ def costs_of(name: str, device: torch.device, low_precision: bool, repeats: int)
     if task.batch is None:
         raise typer.BadParameter(f"the cost of {name!r} depends on the lengths of its texts: name another task")
     batch, length, vocab_size = task.batch
-    words = torch.randint(1, vocab_size, (batch, length), device=device)
-    labels = torch.zeros(batch, dtype=torch.long, device=device)
-    labels = words if task.auto_class is AutoModelForCausalLM else labels
-    models = {}
-    for model, settings in task.models.items():
-        config = AutoConfig.for_model("cst", vocab_size=vocab_size, **task.sizes | settings)
-        models[model] = task.auto_class.from_config(config).to(device).train()
     shared = {"task": name, "measured": "step", "batch": batch, "length": length}
-    found = step_costs(models, TRANSFORMER, words, labels, low_precision, repeats)
-    return [shared | {"model": model} | costs for model, costs in found.items()]
+    same = {"model_type": "cst", "vocab_size": vocab_size, **task.sizes}
+    models = {model: same | settings for model, settings in task.models.items()}
+    costs = step_costs(models, TRANSFORMER, task.auto_class, (batch, length), device, low_precision, repeats)
+    return [shared | {"model": model} | row for model, row in costs.items()]
 
 
 def main(
@@ -268,7 +263,7 @@ def main(
     repeats: Annotated[int, typer.Option(help="Rounds of that measurement.")] = 5,
     dtype: Annotated[str, typer.Option(help="bfloat16: autocast, or float32.")] = "bfloat16",
     runs: Annotated[Path, typer.Option(help="Folder of the checkpoints.")] = Path("runs/cst"),
-    output: Path = Path(__file__).parents[1] / "results" / "cst_training.json",
+    output: Path = RESULTS / "cst_training.json",
 ) -> None:
     """Train what the output file does not hold yet, keep it as JSON after every run, and print all of the task."""
     if task not in TASKS:

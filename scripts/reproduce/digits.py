@@ -29,7 +29,7 @@ from hf_effattn.models.clusterformer import NeuralClustering
 
 from ..shared.command_line import check_names, run_with_help
 from ..shared.data import dataset_path
-from ..shared.runs import KeptRuns, mean_and_deviation, print_table
+from ..shared.runs import RESULTS, KeptRuns, mean_and_deviation, print_table
 
 CLASSES = 10
 MAP_EPOCHS = 5
@@ -139,7 +139,7 @@ def main(
     seeds: Annotated[str, typer.Option(help="Comma-separated seeds.")] = "0,1,2",
     methods: Annotated[str | None, typer.Option(help="Comma-separated; default: all that are installed.")] = None,
     images: Annotated[int | None, typer.Option(help="Only the first so many of training and test.")] = None,
-    output: Path = Path(__file__).parents[1] / "results" / "mnist_clustering.json",
+    output: Path = RESULTS / "mnist_clustering.json",
 ) -> None:
     """Run what the output file does not hold yet, keep it as JSON after every run, and print the table."""
     installed = importlib.util.find_spec("minisom") is not None

@@ -2,9 +2,8 @@
 
 Every model has the sizes of the paper's Table 6, and its settings of training unless `--batch-size` and
 `--learning-rate` name others; `--share` of its steps are run, with as large a share of the warm-up; attention dropout
-is off where a model has it. The Transformer is CST without slices, with absolute positions. FNet, Nyströmformer and
-Reformer are those of transformers, unmodified, their initialization too; they classify by the first token, and
-Nyströmformer and Reformer get every input at its full length, which they need.
+is off where a model has it. The Transformer is CST without slices, with absolute positions. FNet is that of
+transformers, unmodified, its initialization too; it classifies by the first token.
 
     python -m scripts.reproduce.lra --tasks listops,image --share 0.01      # adds to scripts/results/lra_table.json
     python -m scripts.reproduce.lra --tasks text --data-path imdb --models "Transformer;CST L=8"
@@ -27,60 +26,32 @@ from rich.progress import track
 from ..lra import train as run_lra
 from ..lra.load import GENERATED
 from ..shared.command_line import check_names, command_line_of, run_with_help, switches
-from ..shared.runs import KeptRuns, mean_and_deviation, print_table, run_folder, with_wall_time
+from ..shared.runs import RESULTS, KeptRuns, mean_and_deviation, print_table, run_folder, with_wall_time
 
 KEPT = ("test_accuracy", "test_loss", "parameters", "train_seconds")
 # Attention dropout is off: SDPA on a CPU is slow with it, and the comparison would be one of that.
 WITHOUT_DROPOUT = {"attention_probs_dropout_prob": 0.0}
 # Word embeddings start as in the benchmark's own code; from small ones a model without a norm after them learns late.
 OF_CST = WITHOUT_DROPOUT | {"embedding_initializer_range": 1.0}
-REFORMER = {
-    "is_decoder": False,
-    "attn_layers": ["local", "lsh"],
-    "feed_forward_size": 1024,
-    "local_attention_probs_dropout_prob": 0.0,
-    "lsh_attention_probs_dropout_prob": 0.0,
-}
 MODELS: dict[str, tuple[str, dict[str, Any]]] = {
     "Transformer": ("cst", OF_CST | {"composition": "full", "position_embedding": "absolute"}),
     "CST L=8": ("cst", OF_CST | {"slice_length": 8}),
     "CST L=16": ("cst", OF_CST | {"slice_length": 16}),
     "ClusterFormer": ("clusterformer", WITHOUT_DROPOUT | {"gated": False}),
     "FNet": ("fnet", {}),
-    "Nyströmformer": ("nystromformer", WITHOUT_DROPOUT),
-    "Reformer": ("reformer", REFORMER),
 }
-OF_ONE_LENGTH = ("nystromformer", "reformer")
-# In transformers 5.23 Nyströmformer fails on a batch with padding, so it gets the tasks that have none.
-WITHOUT_PADDING = ("image", "pathfinder")
 PAPER: dict[str, dict[str, float]] = {
     "Transformer": {"listops": 39.92, "text": 64.20, "retrieval": 82.11, "image": 44.25, "pathfinder": 74.79},
-    "Nyströmformer": {"listops": 37.50, "text": 65.01, "retrieval": 80.42, "image": 51.13, "pathfinder": 69.73},
-    "Reformer": {"listops": 18.04, "text": 60.94, "retrieval": 79.19, "image": 40.38, "pathfinder": 67.66},
     "FNet": {"listops": 36.74, "text": 64.37, "retrieval": 74.29, "image": 44.08, "pathfinder": 50.22},
     "CST L=8": {"listops": 37.45, "text": 77.23, "retrieval": 84.15, "image": 51.27, "pathfinder": 76.32},
     "CST L=16": {"listops": 37.90, "text": 73.60, "retrieval": 84.00, "image": 51.39, "pathfinder": 76.97},
 }
 
 
-def settings_for(model_type: str, length: int) -> dict[str, Any]:
-    """Settings of the models that are made for one length: a part of 50 or 64 tokens divides it."""
-    part = next((size for size in (64, 50, 8) if length % size == 0), length)
-    if model_type == "nystromformer":
-        return {"segment_means_seq_len": length, "num_landmarks": part}
-    if model_type == "reformer":
-        chunks = {"lsh_attn_chunk_length": part, "local_attn_chunk_length": part}
-        width = run_lra.SIZES["hidden_size"]
-        dims = [width // 4, width - width // 4]
-        return chunks | {"axial_pos_shape": [part, length // part], "axial_pos_embds_dim": dims}
-    return {}
-
-
 def train(run: dict[str, Any], data_path: Path | None, runs: Path, low_precision: bool) -> dict[str, Any]:
     """Train and test one model, from its newest checkpoint where it has one; the row to keep."""
     model_type, settings = MODELS[run["model"]]
     defaults = run_lra.DEFAULTS[run["task"]]
-    settings = settings | settings_for(model_type, defaults.max_length)
     steps = max(1, round(run["share"] * defaults.max_steps))
     name = f"{run['task']}, {run['model']}, seed {run['seed']}"
     folder = run_folder(runs, name, [run, model_type, settings, str(data_path), low_precision])
@@ -101,8 +72,6 @@ def train(run: dict[str, Any], data_path: Path | None, runs: Path, low_precision
         "report_to": "none",
         "resume_from_checkpoint": "last",
     }
-    if model_type in OF_ONE_LENGTH:
-        arguments["pad_to"] = defaults.max_length
     if run["samples"] is not None:
         arguments["max_predict_samples"] = run["samples"]
     if data_path is not None and run["task"] not in GENERATED:
@@ -139,7 +108,7 @@ def main(
     data_path: Annotated[Path | None, typer.Option(help="Files of the task that is not generated.")] = None,
     dtype: Annotated[str, typer.Option(help="bfloat16: autocast, or float32.")] = "bfloat16",
     runs: Annotated[Path, typer.Option(help="Folder of the checkpoints.")] = Path("runs/lra"),
-    output: Path = Path(__file__).parents[1] / "results" / "lra_table.json",
+    output: Path = RESULTS / "lra_table.json",
 ) -> None:
     """Train what the output file does not hold yet, keep it as JSON after every run, and print the table."""
     chosen = models.split(";") if models else list(MODELS)
@@ -161,7 +130,6 @@ def main(
         for task in wanted
         for seed in seeds.split(",")
         for model in chosen
-        if MODELS[model][0] != "nystromformer" or task in WITHOUT_PADDING
     ]
     for run in track(kept.missing(plan), description="models"):
         kept.add(train(run, data_path, runs, dtype != "float32"))

@@ -9,7 +9,7 @@ routing has above them is its own.
     python -m scripts.reproduce.partner_recall --lengths 256 --windows 2 --routings "gated,random order"
 """
 
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from contextlib import nullcontext
 from dataclasses import dataclass, replace
 from math import isqrt
@@ -20,13 +20,13 @@ from typing import Annotated, Any
 import pandas as pd
 import torch
 import typer
-from rich.progress import Progress
+from rich.progress import track
 
 from hf_effattn.models.clusterformer import ClusterFormerConfig, ClusterFormerForTokenClassification
 from hf_effattn.models.clusterformer.sorting import SortedWords, WordSorting
 
 from ..shared.command_line import check_names, run_with_help
-from ..shared.runs import KeptRuns, mean_and_deviation
+from ..shared.runs import RESULTS, KeptRuns, mean_and_deviation, print_table
 
 VALUES = 8
 DEFAULT, RANDOM, GATE_ON_RANDOM_ORDER = "gated with centroids", "random order", "gate on a random order"
@@ -130,9 +130,7 @@ def share_of_partners_seen(clustered: SortedWords, ids: torch.Tensor, window_blo
     return (steps < window_blocks).float().mean().item()
 
 
-def train(
-    model: ClusterFormerForTokenClassification, run: dict[str, Any], sizes: Sizes, device: torch.device, step: Callable
-) -> None:
+def train(model: ClusterFormerForTokenClassification, run: dict[str, Any], sizes: Sizes, device: torch.device) -> None:
     """Adam with a warm-up of a tenth of the steps, then a cosine to 0; new texts at every step."""
     trained = [parameter for parameter in model.parameters() if parameter.requires_grad]
     optimizer = torch.optim.AdamW(trained, lr=sizes.learning_rate, weight_decay=0.0, fused=True)
@@ -149,7 +147,6 @@ def train(
         loss.backward()
         optimizer.step()
         schedule.step()
-        step()
 
 
 def autocast(device: torch.device, dtype: str) -> Any:
@@ -186,13 +183,13 @@ def evaluate(
     return {"accuracy": 100 * sum(right) / len(right), "partners_seen": shares}
 
 
-def measure(run: dict[str, Any], sizes: Sizes, device: torch.device, step: Callable[[], None]) -> dict[str, Any]:
+def measure(run: dict[str, Any], sizes: Sizes, device: torch.device) -> dict[str, Any]:
     """Train a model and say how well it does."""
     model = make_model(run, sizes).to(device)
     if run["routing"] == GATE_ON_RANDOM_ORDER:
         give_random_order(model, run["seed"])
     start = perf_counter()
-    train(model, run, sizes, device, step)
+    train(model, run, sizes, device)
     return run | evaluate(model, run, sizes, device) | {"seconds": perf_counter() - start}
 
 
@@ -214,7 +211,7 @@ def main(
     words: Annotated[int, typer.Option(help="Words of a batch.")] = 4096,
     learning_rate: float = 5e-4,
     dtype: Annotated[str, typer.Option(help="float32, or bfloat16: autocast.")] = "float32",
-    output: Path = Path(__file__).parents[1] / "results" / "partner_recall.json",
+    output: Path = RESULTS / "partner_recall.json",
 ) -> None:
     """Run what the output file does not hold yet, keep it as JSON after every run, and print the table."""
     device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
@@ -226,30 +223,18 @@ def main(
     sizes = Sizes(hidden_size, steps, words, learning_rate, dtype)
     kept = KeptRuns(output, vars(sizes), device)
     runs = [
-        {
-            "length": int(length),
-            "clusters": isqrt(int(length)),
-            "window_blocks": int(window),
-            "routing": name,
-            "seed": int(seed),
-        }
-        for length in lengths.split(",")
+        {"length": length, "clusters": isqrt(length), "window_blocks": int(window), "routing": name, "seed": int(seed)}
+        for length in map(int, lengths.split(","))
         for window in windows.split(",")
         for seed in seeds.split(",")
         for name in chosen
         # Full attention has no blocks: the window changes nothing.
         if ROUTINGS[name].get("assignment") != "full" or window == windows.split(",")[0]
     ]
-    missing = kept.missing(runs)
-    with Progress() as progress:
-        all_runs = progress.add_task("runs", total=len(missing))
-        for run in missing:
-            steps_of_run = progress.add_task(f"{run['routing']}, {run['length']} words", total=steps)
-            kept.add(measure(run, sizes, device, lambda task=steps_of_run: progress.advance(task)))  # type: ignore[misc]
-            progress.remove_task(steps_of_run)
-            progress.advance(all_runs)
-    print(table(kept.rows).to_string())
-    print(f"by chance: {100 / VALUES}; written: {output}")
+    for run in track(kept.missing(runs), description="runs"):
+        kept.add(measure(run, sizes, device))
+    print(f"by chance: {100 / VALUES}")
+    print_table(table(kept.rows), output, index=True)
 
 
 if __name__ == "__main__":

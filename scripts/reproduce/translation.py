@@ -27,7 +27,7 @@ from rich.progress import track
 
 from ..shared.command_line import check_names, command_line_of, run_with_help, switches
 from ..shared.data import dataset_path
-from ..shared.runs import KeptRuns, mean_and_deviation, print_table, run_folder, with_wall_time
+from ..shared.runs import RESULTS, KeptRuns, mean_and_deviation, print_table, run_folder, with_wall_time
 from ..train import translation as run_translation
 from .classification import (
     CENTROIDS,
@@ -157,7 +157,7 @@ def main(
     test_samples: Annotated[int | None, typer.Option(help="Translate so many texts only.")] = None,
     dtype: Annotated[str, typer.Option(help="bfloat16: autocast, or float32.")] = "bfloat16",
     checkpoints: Annotated[Path | None, typer.Option(help="Folder of the checkpoints of a run.")] = None,
-    output: Path = Path(__file__).parents[1] / "results" / "translation_table.json",
+    output: Path = RESULTS / "translation_table.json",
 ) -> None:
     """Run what the output file does not hold yet, keep it as JSON after every run, and print the table."""
     chosen = names.split(";") if names else list(MODELS)

@@ -13,6 +13,8 @@ from filelock import FileLock
 
 from hf_effattn.measuring.environment import environment
 
+RESULTS = Path(__file__).parents[1] / "results"
+
 
 class KeptRuns:
     """The rows of a JSON file: what identifies a run, and what came out of it.
@@ -100,8 +102,8 @@ def device_defaults(name: str, dtype: str | None, output: Path | None) -> tuple[
     """The GPU where there is one, else the CPU; what is measured there by default, and the file of its results."""
     device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
     on_gpu = device.type == "cuda"
-    results = Path(__file__).parents[1] / "results" / f"{name}{'_gpu' if on_gpu else ''}.json"
-    return device, dtype or ("bfloat16" if on_gpu else "float32"), output or results
+    default = RESULTS / f"{name}{'_gpu' if on_gpu else ''}.json"
+    return device, dtype or ("bfloat16" if on_gpu else "float32"), output or default
 
 
 def with_wall_time(train: Callable[[], dict[str, float]], folder: Path) -> dict[str, Any]:

@@ -5,6 +5,7 @@ import random
 import shutil
 import sys
 import time
+from functools import cache
 
 import numpy as np
 import pyarrow.parquet
@@ -58,11 +59,16 @@ def lines_of(path):
     return [json.loads(line) for line in path.read_text().splitlines()]
 
 
+@cache
+def loaded(model):
+    return AutoTokenizer.from_pretrained(model), AutoModel.from_pretrained(model).eval()
+
+
 def hidden_states(model, words):
     """Last hidden states of one text without padding, `(tokens, 16)`, by transformers alone."""
-    inputs = AutoTokenizer.from_pretrained(model)(words, return_tensors="pt")
+    tokenizer, exact = loaded(model)
     with torch.no_grad():
-        return AutoModel.from_pretrained(model).eval()(**inputs).last_hidden_state[0]
+        return exact(**tokenizer(words, return_tensors="pt")).last_hidden_state[0]
 
 
 def assert_close(found, expected):
@@ -101,6 +107,7 @@ def test_parquet_and_json_lines_hold_the_same(encoder, documents, tmp_path):
     np.testing.assert_array_equal(np.array(table["vector"].to_pylist(), np.float32), np.stack(list(expected.values())))
 
 
+@pytest.mark.slow_except("last")
 @pytest.mark.parametrize("mode", ["mean", "cls", "last"])
 def test_a_named_pooling(mode, encoder, documents, tmp_path):
     found, _ = embedded(encoder, documents, tmp_path / "out", "--pooling", mode, "--normalize")
@@ -110,6 +117,7 @@ def test_a_named_pooling(mode, encoder, documents, tmp_path):
         assert_close(vector, torch.nn.functional.normalize(expected, dim=0))
 
 
+@pytest.mark.slow_except("cls", "max")
 @pytest.mark.parametrize("mode", ["cls", "last", "max"])
 def test_a_stored_pooling_is_that_of_sentence_transformers(mode, documents, tmp_path):
     """Its prompt before every document too; the library loads what is not served here."""
@@ -270,8 +278,8 @@ def test_windows_run_in_blocks_unless_something_else_is_asked_for(encoder, tmp_p
 def test_a_largest_error_chooses_from_the_methods_of_report(budget, best, encoder, tmp_path, monkeypatch):
     """The speeds are given, for a machine's would make another choice each time; the errors are measured."""
     settings = {"clusters": 6, "min_length": 0}
-    candidates = ({"method": "clustered", **settings}, {"method": "i-clustered", "topk": 8, **settings})
-    monkeypatch.setattr(candidates, "DEFAULT_METHODS", candidates)
+    methods = ({"method": "clustered", **settings}, {"method": "i-clustered", "topk": 8, **settings})
+    monkeypatch.setattr("hf_effattn.measuring.candidates.DEFAULT_METHODS", methods)
     speeds = {"clustered clusters=6": 3.0, "i-clustered clusters=6 topk=8": 2.0}
     monkeypatch.setattr(Findings, "speedup", lambda self, measured, part="forward": speeds.get(measured.method, 1.0))
     documents = save_documents(tmp_path / "documents", LONG)
@@ -319,7 +327,7 @@ def stop_at_write(number, moment, write):
     return write_or_stop
 
 
-@pytest.mark.slow_except("npy-before", "parquet-after")
+@pytest.mark.slow_except("npy-before")
 @pytest.mark.parametrize("moment", ["before", "after"])
 @pytest.mark.parametrize("form", ["npy", "parquet"])
 def test_a_run_that_stops_at_any_write_goes_on_to_the_same_file(
@@ -448,7 +456,7 @@ def begin(arguments, folder):
 
 
 def test_a_killed_run_goes_on_to_the_same_bits(encoder, tmp_path):
-    documents = save_documents(tmp_path / "documents", [1 + 7 * n % 60 for n in range(300)])
+    documents = save_documents(tmp_path / "documents", [1 + 7 * n % 60 for n in range(120)])
     options = ["--batch-tokens", "64"]
     assert embed(encoder, documents, tmp_path / "whole", *options).exit_code == 0
     output = tmp_path / "killed"

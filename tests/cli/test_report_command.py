@@ -31,8 +31,9 @@ def test_a_method_is_read_with_values_of_their_kinds():
     }  # fmt: skip
 
 
-def test_report_is_that_of_the_library_in_words_and_as_json(real_model_folder, tmp_path):
-    words = runner.invoke(app, ["report", *SMALL, "--output", str(tmp_path)])
+def test_report_is_that_of_the_library_in_words_as_json_and_as_a_page(real_model_folder, tmp_path):
+    page = tmp_path / "new" / "page.html"
+    words = runner.invoke(app, ["report", *SMALL, "--output", str(tmp_path / "out"), "--html", str(page)])
     assert words.exit_code == 0, words.output
     lines = [line for line in words.stderr.splitlines() if not line.startswith("written: ")]
     assert len(lines) == 16  # for both lengths six layers, and the output with exact attention and with the method
@@ -40,13 +41,18 @@ def test_report_is_that_of_the_library_in_words_and_as_json(real_model_folder, t
     assert lines[-1] == "16/16 output with i-clustered clusters=5 topk=4, 48 tokens"
     assert "1 text of 24 tokens" in words.stdout
     assert "i-clustered clusters=5 topk=4" in words.stdout
-    kept = Report.from_dict(json.loads((tmp_path / "report.json").read_text()))
+    assert f"written: {page}" in words.stderr
+    text = page.read_text(encoding="utf-8")
+    assert text.endswith("</html>")
+    assert "BertModel (6 attention layers" in text
+    assert "Where the model looks" in text
+    kept = Report.load(tmp_path / "out")
     printed = runner.invoke(app, ["report", *SMALL, "--json"])
     found = Report.from_dict(json.loads(printed.stdout))
     assert [measured.attention_error for measured in found.measurements] == [
         measured.attention_error for measured in kept.measurements
     ]
-    assert {path.suffix for path in tmp_path.iterdir()} == {".json", ".png"}
+    assert {path.suffix for path in (tmp_path / "out").iterdir()} == {".json", ".png"}
 
 
 def test_report_of_a_model_that_transformers_has_no_sdpa_for(real_model_folder, tmp_path):
@@ -61,6 +67,7 @@ def test_report_of_a_model_that_transformers_has_no_sdpa_for(real_model_folder, 
     assert "exact: nothing is approximated" in result.stdout
 
 
+@pytest.mark.slow_except("bart")
 @pytest.mark.parametrize("model_type", ["t5", "bart"])
 def test_report_of_a_model_with_a_decoder_is_of_its_encoder(model_type, real_model_folder, tmp_path):
     tokenizer = AutoTokenizer.from_pretrained(real_model_folder)
@@ -92,19 +99,6 @@ def test_report_goes_beyond_the_positions_of_the_model_and_says_so(real_model_fo
     assert result.exit_code == 0, result.output
     assert "knows 512 positions" in result.stderr
     assert "1 text of 530 tokens" in result.stdout
-
-
-def test_a_page_is_written_beside_the_other_forms(real_model_folder, tmp_path):
-    page = tmp_path / "new" / "page.html"
-    result = runner.invoke(app, ["report", *SMALL, "--json", "--output", str(tmp_path / "out"), "--html", str(page)])
-    assert result.exit_code == 0, result.output
-    found = Report.from_dict(json.loads(result.stdout))
-    assert Report.load(tmp_path / "out") == found
-    text = page.read_text(encoding="utf-8")
-    assert text.endswith("</html>")
-    assert "BertModel (6 attention layers" in text
-    assert "Where the model looks" in text
-    assert f"written: {page}" in result.stderr
 
 
 def test_a_page_that_could_not_be_written_is_told_before_anything_is_measured(monkeypatch, tmp_path):

@@ -95,6 +95,7 @@ def converted(folders: dict[str, Path], tmp_path_factory: pytest.TempPathFactory
     "`effattn convert` and `push`: Pooling, Dense, Router, CrossEncoder, SparseEncoder, MultiVectorEncoder",
     "runs",
 )
+@pytest.mark.slow
 @pytest.mark.parametrize("name", FOLDERS)
 def test_a_converted_copy_is_the_model_patched_wherever_it_is_loaded(
     name: str, folders: dict[str, Path], converted: dict[str, Any]
@@ -115,6 +116,7 @@ def test_a_converted_copy_is_the_model_patched_wherever_it_is_loaded(
         assert loads in converted["cards"][name]
 
 
+@pytest.mark.slow
 def test_the_commands_read_a_router_on_the_hub(folders: dict[str, Path], converted: dict[str, Any]) -> None:
     model = SentenceTransformer(str(folders["router"]), device="cpu")
     expected = outputs(hf_effattn.patch_attention(model, "cst", slice_length=4))
@@ -191,6 +193,7 @@ def test_embed_gives_the_vectors_of_the_library(name: str, folders: dict[str, Pa
     np.testing.assert_allclose(embedded(folders[name], tmp_path), expected, rtol=1e-4, atol=1e-5)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", ["cls", "router"])
 def test_embed_runs_a_copy_as_it_is_patched(
     name: str, folders: dict[str, Path], converted: dict[str, Any], tmp_path: Path

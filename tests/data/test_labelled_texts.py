@@ -88,9 +88,7 @@ def test_only_an_evaluation_takes_texts_from_the_training(tmp_path, monkeypatch)
     common = [*RUN, *files, "--do_train", "--num_train_epochs", "1", "--per_device_train_batch_size", "1"]
     for number, (switches, sizes) in enumerate(
         [
-            ([], [20]),
             (["--do_predict"], [20, 6]),
-            (["--do_eval"], [18, 2]),
             (["--eval_strategy", "epoch"], [18, 2]),
             (["--do_eval", "--do_predict", "--max_eval_samples", "1", "--max_predict_samples", "3"], [18, 1, 3]),
         ]

@@ -61,6 +61,7 @@ def labels_of(head: str, words: torch.Tensor) -> dict[str, torch.Tensor]:
     return {"labels": words[:, 0] if head == "ForSequenceClassification" else words}
 
 
+@pytest.mark.slow_except("CST-ForCausalLM", "ClusterFormer-ForSequenceClassification")
 @pytest.mark.parametrize("head", HEADS)
 @pytest.mark.parametrize("family", FAMILIES)
 def test_layers_on_two_devices(family, head):
@@ -88,6 +89,7 @@ def test_pooling_and_losses_behind_layers_on_two_devices(pooling):
         assert found.loss.device == found.cluster_loss.device == FIRST
 
 
+@pytest.mark.slow
 def test_encoder_and_decoder_on_two_devices():
     with FakeTensorMode():
         model = hf_effattn.ClusterFormerForConditionalGeneration(clusterformer_cases.tiny_config(gated=False)).eval()
@@ -105,6 +107,7 @@ def test_fake_tensors_refuse_what_lies_elsewhere():
             hidden * mask[..., None]
 
 
+@pytest.mark.slow_except("absolute_positions")
 @pytest.mark.parametrize("variant", ["paper", "three_levels", "mlp", "absolute_positions"])
 def test_a_cache_of_layers_on_two_devices(variant, monkeypatch):
     # A fake tensor has no value to ask for: slices end at every step.
@@ -120,6 +123,7 @@ def test_a_cache_of_layers_on_two_devices(variant, monkeypatch):
         assert found.logits.device == FIRST
 
 
+@pytest.mark.slow_except("bi-clustered")
 @pytest.mark.parametrize("method", PATCHES)
 def test_patched_models_on_two_devices(method):
     settings = PATCHES[method] if method == "cst" else PATCHES[method] | {"min_length": 0}

@@ -21,6 +21,7 @@ def real(real_model_folder):
     return AutoModel.from_pretrained(real_model_folder), AutoTokenizer.from_pretrained(real_model_folder)
 
 
+@pytest.mark.slow
 def test_improved_clustered_is_close_and_clustered_is_not(real):
     model, tokenizer = real
     books = bundled_books()

@@ -92,6 +92,7 @@ def attention_of(model: Any) -> list[tuple[type, str]]:
     return [(type(module), model.config._attn_implementation) for module in modules]
 
 
+@pytest.mark.slow_except("True-longformer", "False-mistral", "False-t5")
 @pytest.mark.parametrize("name", MODELS)
 @pytest.mark.parametrize("patched", [False, True])
 def test_what_is_measured(name: str, patched: bool, tmp_path: Any) -> None:
@@ -137,6 +138,7 @@ class _Words:
         return [str(one) for one in ids]
 
 
+@pytest.mark.slow_except("False-True", "True-False")
 @pytest.mark.parametrize("padded", [False, True])
 @pytest.mark.parametrize("headed", [False, True])
 def test_sound(headed: bool, padded: bool, tmp_path: Path) -> None:

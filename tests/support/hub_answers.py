@@ -11,7 +11,7 @@ from http import HTTPStatus
 from typing import Any
 
 import yaml
-from support.hub_state import USER, Commit, Hub, Refusal, Repository, StoredFile
+from support.hub_state import USER, Hub, Refusal, Repository, StoredFile
 
 LARGE_BYTES = 10_000_000
 LARGE_SUFFIXES = (".safetensors", ".bin", ".pt", ".npz", ".h5", ".onnx", ".model")
@@ -113,12 +113,8 @@ def where_to_upload(hub: Hub, name: str, body: bytes, **_: Any) -> Answer:
         if (hub.folder / oid).exists():
             continue
         signed = f"{hub.storage_endpoint}/storage/{oid}?signature={hub.signature}"
-        upload: dict[str, Any] = {"href": signed}
-        if size > hub.part_bytes:
-            parts = {str(part + 1): f"{signed}&part={part}" for part in range(-(-size // hub.part_bytes))}
-            upload["header"] = {"chunk_size": str(hub.part_bytes)} | parts
         verify = {"href": f"{hub.endpoint}/{name}.git/info/lfs/objects/verify"}
-        objects[-1]["actions"] = {"upload": upload, "verify": verify}
+        objects[-1]["actions"] = {"upload": {"href": signed}, "verify": verify}
     return Answer({"transfer": "basic", "objects": objects})
 
 
@@ -131,22 +127,12 @@ def verify_upload(hub: Hub, body: bytes, **_: Any) -> Answer:
     return Answer({})
 
 
-@route("GET PUT POST", "/storage/(?P<oid>[0-9a-f]{64})")
+@route("GET PUT", "/storage/(?P<oid>[0-9a-f]{64})")
 def storage(hub: Hub, oid: str, method: str, body: bytes, query: dict[str, list[str]], **_: Any) -> Answer:
     if query.get("signature") != [hub.signature]:
         raise Refusal(403, "the address is not signed")
     if method == "GET":
         return Answer((hub.folder / oid).read_bytes())
-    if "part" in query:
-        etag = hashlib.md5(body).hexdigest()
-        (hub.folder / f"{oid}.{etag}").write_bytes(body)
-        return Answer(headers={"ETag": etag})
-    if method == "POST":
-        parts = sorted(json.loads(body)["parts"], key=lambda part: part["partNumber"])
-        pieces = [hub.folder / f"{oid}.{part['etag']}" for part in parts]
-        body = b"".join(piece.read_bytes() for piece in pieces)
-        for piece in set(pieces):
-            piece.unlink()
     hub.keep_large(oid, body)
     return Answer()
 
@@ -192,18 +178,6 @@ def model_info(hub: Hub, name: str, revision: str, **_: Any) -> Answer:
     siblings = [{"rfilename": path} for path in sorted(commit.files)]
     known = {"id": name, "modelId": name, "author": name.split("/")[0], "private": hub.repository(name).private}
     return Answer(known | {"sha": commit.oid, "lastModified": DATE, "siblings": siblings, "tags": []})
-
-
-@route("GET", "/api/models/{name}/commits/{rev}")
-def list_commits(hub: Hub, name: str, revision: str, **_: Any) -> Answer:
-    found: list[dict[str, Any]] = []
-    commit: Commit | None = hub.commit(name, revision)
-    while commit is not None:
-        found.append(
-            {"id": commit.oid, "title": commit.title, "message": "", "date": DATE, "authors": [{"user": USER}]}
-        )
-        commit = commit.parent
-    return Answer(found)
 
 
 @route("GET", "/api/models/{name}/tree/{rev}(?:/{path})?")

@@ -2,7 +2,8 @@
 
 A real HTTP server, so that nothing in a client has to be replaced: clients are processes started with
 `HubServer.environment`. Like the Hub it keeps every commit, and has its large files in a storage under another host
-name, at signed addresses, where the token does not belong. Left out: Xet, pull requests, data sets and ranges.
+name, at signed addresses, where the token does not belong. Left out: Xet, uploads in parts, pull requests, data sets
+and ranges.
 """
 
 import json
@@ -10,7 +11,6 @@ import os
 import subprocess
 import sys
 import threading
-from dataclasses import dataclass
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
 from typing import Any
@@ -22,23 +22,11 @@ from support.hub_state import Hub, Refusal
 LONGEST_WAIT_SECONDS = 300
 
 
-@dataclass(frozen=True)
-class Request:
-    """What a client asked for and what it got; never the token itself, only whether one came."""
-
-    method: str
-    path: str
-    host: str
-    with_token: bool
-    status: int
-
-
 class HubServer(Hub):
     """The Hub as a context manager: serves from a free port until the block ends."""
 
-    def __init__(self, folder: Path, part_bytes: int = 4_000_000):
-        super().__init__(folder, part_bytes)
-        self.requests: list[Request] = []
+    def __init__(self, folder: Path):
+        super().__init__(folder)
         self.lock = threading.Lock()
 
     def __enter__(self) -> "HubServer":
@@ -99,7 +87,6 @@ class _Handler(BaseHTTPRequestHandler):
         except Exception as error:
             # Said to the client, whose failure then names it; without an answer it would only try again.
             answer = Answer({"error": f"the test's Hub failed: {error!r}"}, 500)
-        hub.requests.append(Request(self.command, self.path, self.headers["Host"], sent is not None, answer.status))
         content = answer.body if isinstance(answer.body, bytes) else json.dumps(answer.body).encode()
         self.send_response(answer.status)
         for name, value in ({"Content-Length": str(len(content))} | answer.headers).items():
@@ -138,4 +125,4 @@ class _Handler(BaseHTTPRequestHandler):
         return b"".join(pieces)
 
     def log_message(self, format: str, *arguments: Any) -> None:
-        """Requests are kept in `HubServer.requests` instead of on the screen."""
+        """Requests are not written to the screen."""

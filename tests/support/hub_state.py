@@ -31,7 +31,6 @@ class Commit:
     oid: str
     title: str
     files: dict[str, StoredFile]
-    parent: "Commit | None" = None
 
 
 @dataclass
@@ -57,15 +56,14 @@ class Hub:
 
     Args:
         folder (`Path`): where the contents of files are kept.
-        part_bytes (`int`): large files longer than this are uploaded in parts of this length.
     """
 
     # Set when it is served: the Hub itself, and the storage of large files under another host name.
     endpoint: str
     storage_endpoint: str
 
-    def __init__(self, folder: Path, part_bytes: int = 4_000_000):
-        self.folder, self.part_bytes = folder, part_bytes
+    def __init__(self, folder: Path):
+        self.folder = folder
         self.token = f"hf_{secrets.token_hex(17)}"
         self.signature = secrets.token_hex(16)
         self.repositories: dict[str, Repository] = {}
@@ -109,6 +107,6 @@ class Hub:
         """Put a commit on a branch."""
         parent = repository.branches.get(branch)
         made_of = [parent and parent.oid, title, sorted((path, file.key) for path, file in files.items())]
-        commit = Commit(hashlib.sha1(json.dumps(made_of).encode()).hexdigest(), title, files, parent)
+        commit = Commit(hashlib.sha1(json.dumps(made_of).encode()).hexdigest(), title, files)
         repository.commits[commit.oid] = repository.branches[branch] = commit
         return commit

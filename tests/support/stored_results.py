@@ -26,3 +26,9 @@ def keeper(folder: Path, monkeypatch: pytest.MonkeyPatch) -> Callable[..., None]
         (folder / f"{name}.json").write_text(json.dumps(kept))
 
     return write
+
+
+def cells(table: str, row: str) -> list[str]:
+    """The cells of the row of a table that begins so."""
+    line = next(line for line in table.splitlines() if line.startswith(f"| {row}"))
+    return [cell.strip() for cell in line.strip("|").split("|")][1:]

@@ -130,6 +130,7 @@ def test_texts_to_evaluate_on_may_lack_a_class(checkpoints, tmp_path):
     assert 0 < found[0] == found[1] < 1
 
 
+@pytest.mark.slow_except("two")
 @pytest.mark.parametrize("names", [("negative", "positive"), ("red", "green", "blue")], ids=["two", "three"])
 def test_other_classes_are_an_error_or_a_new_head(names, checkpoints, tmp_path):
     files = ["--train_files", pairs(tmp_path / "train.jsonl", names)]

@@ -62,6 +62,7 @@ def test_all_queries_tell_of_a_head_that_the_first_leave_open() -> None:
     assert found["within, tolerance"] == pytest.approx(0.75)
 
 
+@pytest.mark.slow
 def test_errors_and_times_are_those_of_all_layers(monkeypatch: pytest.MonkeyPatch) -> None:
     generator = torch.Generator().manual_seed(0)
     layers = [tuple(torch.randn(1, 3, 300, 8, generator=generator) for _ in range(3)) for _ in range(2)]
@@ -75,16 +76,15 @@ def test_errors_and_times_are_those_of_all_layers(monkeypatch: pytest.MonkeyPatc
     bounds, first_bounds = budget.stacked(rows, "bounds"), budget.stacked(rows, "first_bounds")
     assert bounds.shape == first_bounds.shape == errors.shape
     assert (first_bounds > bounds).float().mean() > 0.9  # a fourth of the queries and three times the margin
-    times = budget.measure_speed(rows, 300, repeats=1)
+    found = budget.measure_speed(rows, 300, repeats=1)
+    times = [one for one in found if one["kind"] == "speed"]
     assert [one["call"] for one in times[:5]] == [
         "exact", "per head", "per head, checked", "per head, tolerance", "uniform"
     ]  # fmt: skip
     assert len(times) == 1 + 4 * len(budget.BUDGETS)
     assert all(one["ms"] > 0 for one in times)
-    added = budget.measure_check(rows, 300, rounds=2)
-    assert [(one["budget"], one["added"] > -1, one["rounds"] >= 2) for one in added] == [
-        (one, True, True) for one in budget.BUDGETS
-    ]
+    added = [one for one in found if one["kind"] == "check"]
+    assert [(one["budget"], one["added"] > -1) for one in added] == [(one, True) for one in budget.BUDGETS]
 
 
 def test_heads_of_a_decoder_that_share_keys_are_one(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -1,11 +1,11 @@
 """The scripts about causal models run on a small model and keep what they print."""
 
-import json
 from pathlib import Path
 
 import pytest
 import torch
 import typer
+from support.script_runs import rows_of
 from transformers import GPT2Config, GPT2LMHeadModel, LlamaConfig, LlamaForCausalLM
 
 from hf_effattn.measuring.candidate_errors import default_candidates
@@ -86,17 +86,18 @@ def test_language_model(model_folder, tmp_path, monkeypatch):
     names = f"pg98,{language_model.CODE}"
     language_model.main("300", names=names, methods="bi-clustered", output=output)
     language_model.main("300", names=names, methods="bi-clustered,clustered", output=output)
-    rows = {(row["text"], row["name"]): row for row in json.loads(output.read_text())["rows"]}
-    assert len(rows) == len(json.loads(output.read_text())["rows"]) == 6
+    rows = {(row["text"], row["name"]): row for row in rows_of(output)}
+    assert len(rows) == len(rows_of(output)) == 6
     for text in names.split(","):
         ours, worse = rows[text, "bi-clustered"], rows[text, "clustered"]
         assert ours["perplexity_change"] != worse["perplexity_change"]
         assert 1 > ours["agreement"] > worse["agreement"]
         assert 0.3 < worse["scored_share"] < ours["scored_share"] < 1.5
-    with pytest.raises(typer.BadParameter, match="no settings are named cst"):
+    with pytest.raises(typer.BadParameter, match="unknown methods"):
         language_model.main(methods="cst", output=output)
 
 
+@pytest.mark.slow
 def test_a_method_without_memory_is_noted_and_the_others_go_on(model_folder, tmp_path, monkeypatch):
     def out_of_memory_by_bi_clustering(*inputs, method, **settings):
         if method == "bi-clustered":
@@ -107,7 +108,7 @@ def test_a_method_without_memory_is_noted_and_the_others_go_on(model_folder, tmp
     monkeypatch.setattr(prefill, "GPT2", model_folder)
     output = tmp_path / "prefill.json"
     prefill.main("300,310", heads=2, key_heads=1, head_dim=8, repeats=1, output=output)
-    rows = json.loads(output.read_text())["rows"]
+    rows = rows_of(output)
     names = ["SDPA", *prefill.METHODS, prefill.CALIBRATED]
     assert [(row["length"], row["method"]) for row in rows] == [(N, name) for N in (300, 310) for name in names]
     for row in rows:
@@ -125,10 +126,11 @@ def test_the_shares_of_the_calibrated_heads_are_those_of_the_model():
     assert len(prefill.calibrated_heads(12).heads[0]) == 12
 
 
+@pytest.mark.slow
 def test_causal_generation(model_folder, tmp_path):
     output = tmp_path / "generation.json"
     causal_generation.main(model_folder, prompts=2, prompt_length=200, new_tokens=5, output=output)
-    rows = json.loads(output.read_text())["rows"]
+    rows = rows_of(output)
     assert [row["run"] for row in rows] == list(causal_generation.SETTINGS)
     assert all(len(row["same_tokens"]) == 2 for row in rows)
 
@@ -143,7 +145,7 @@ def test_same_tokens_are_counted_from_the_beginning():
 def test_the_warning_for_decoders_says_what_was_measured(method):
     kept = Path(language_model.__file__).parents[1] / "results" / "language_model.json"
     name = "calibrated" if method == "per-head" else method
-    rows = [row for row in json.loads(kept.read_text(encoding="utf-8"))["rows"] if row["name"] == name]
+    rows = [row for row in rows_of(kept) if row["name"] == name]
     assert DECODER_METHODS[method].decoder_loss == round(max(row["perplexity_change"] for row in rows), 3)
 
 

@@ -1,16 +1,12 @@
 """ListOps: values by an evaluator of its own, and trees as the published generator makes them."""
 
 import gzip
-import random
 from collections import Counter
 from itertools import islice
 
-import numpy as np
 import pytest
 
-from scripts.lra import listops
 from scripts.lra.listops import CHUNK, TOKENS, ListOpsSettings, generate_listops
-from scripts.lra.random_streams import RandomStream
 
 SMALL = ListOpsSettings(min_length=5, max_length=40, max_depth=4, max_args=5)
 
@@ -93,59 +89,6 @@ def test_lengths_depth_and_arguments(default_chunk):
     counts = Counter(count for tree in trees for count in arities(tree))
     assert set(counts) == set(range(2, 11))
     assert {word for text in texts for word in text.split(" ")} == set(TOKENS)
-
-
-def test_one_node_in_four_is_an_operator_and_all_choices_are_alike():
-    """Before any tree is thrown away; the standard errors are those of the counts."""
-    settings = ListOpsSettings(min_length=0, max_length=100_000)
-    levels = listops._grow(RandomStream(5, "train", 0), settings)
-    token, arity = (np.concatenate([getattr(level, name) for level in levels[:-1]]) for name in ("token", "arity"))
-    operators = arity > 0
-    assert operators.mean() == pytest.approx(0.25, abs=5 * (0.25 * 0.75 / operators.size) ** 0.5)
-    for drawn, choices in (
-        (token[~operators], range(10)),
-        (token[operators], range(10, 14)),
-        (arity[operators], range(2, 11)),
-    ):
-        share = 1 / len(choices)
-        assert set(np.unique(drawn)) == set(choices)
-        error = (share * (1 - share) / drawn.size) ** 0.5
-        assert np.abs(np.bincount(drawn.astype(int))[choices.start :] / drawn.size - share).max() < 5 * error
-    assert np.unique(levels[-1].token).tolist() == list(range(10))
-
-
-def plain_tree(dice, level=1):
-    """A tree by the published rule, node after node, and its number of tokens."""
-    if level == 10 or dice.random() > 0.25:
-        return dice.randrange(10), 1
-    parts = [plain_tree(dice, level + 1) for _ in range(dice.randint(2, 10))]
-    return [dice.choice(["MIN", "MAX", "MED", "SM"]), *(tree for tree, _ in parts)], 2 + sum(size for _, size in parts)
-
-
-def test_kept_trees_are_distributed_as_those_of_the_plain_rule(default_chunk):
-    """Length and value of what is kept, beside the plain rule with the same rejection."""
-    dice = random.Random(7)
-    plain = []
-    while len(plain) < 250:
-        tree, length = plain_tree(dice)
-        if 500 < length < 2000:
-            plain.append((length, evaluate(tree)))
-    texts, values = default_chunk
-    lengths = np.array([len(text.split(" ")) for text in texts])
-    plain_lengths, plain_values = np.array(plain).T
-    error = (lengths.var() / lengths.size + plain_lengths.var() / plain_lengths.size) ** 0.5
-    assert abs(lengths.mean() - plain_lengths.mean()) < 4 * error
-    found, expected = (np.bincount(v, minlength=10) / v.size for v in (values, plain_values))
-    assert np.abs(found - expected).max() < 4 * (0.2 * 0.8 * (1 / values.size + 1 / plain_values.size)) ** 0.5
-
-
-def test_labels_are_near_the_published_distribution():
-    """Every class occurs; 0 and 9 most, for MIN and MAX pull to the ends. No class is worth guessing: under 19 %."""
-    values = np.concatenate([generate_listops(ListOpsSettings(), "train", chunk)[1] for chunk in range(4)])
-    shares = np.bincount(values, minlength=10) / values.size
-    assert set(np.argsort(shares)[-2:]) == {0, 9}
-    assert shares.min() > 0.05
-    assert shares.max() < 0.19
 
 
 def test_a_chunk_depends_on_seed_split_and_number_only():

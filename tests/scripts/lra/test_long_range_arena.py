@@ -54,6 +54,7 @@ def test_the_beginning_of_the_default_output(task):
         assert lra_checksum(data) == CHECKSUMS[task][split][1]
 
 
+@pytest.mark.slow_except("listops-*")
 @pytest.mark.parametrize(("task", "settings"), [("listops", SHORT), ("pathfinder", SMALL | {"contour_length": 4})])
 def test_made_once_and_alike_with_any_number_of_processes(task, settings, tmp_path, monkeypatch):
     data = load_lra(task, cache_dir=tmp_path / "one", **settings)
@@ -290,30 +291,6 @@ def test_retrieval_files(tmp_path):
     (tmp_path / "new_aan_pairs.eval.tsv").write_text("1.0\ta\tb\tonly one\n")
     with pytest.raises(ValueError, match=r"eval.tsv, line 1: 5 columns divided by tabs are needed, got 4"):
         load_lra("retrieval", tmp_path, cache_dir=tmp_path / "cache")
-
-
-@pytest.mark.slow
-def test_real_reviews(tmp_path, large_data):
-    """IMDb as JSON lines: 25,000 of each, half of them good; the published lengths in bytes."""
-    data = load_lra("text", large_data("imdb"), cache_dir=tmp_path)
-    assert [len(data[split]) for split in SPLITS] == [25_000] * 3
-    assert np.mean(data["train"]["label"]) == 0.5
-    lengths = [len(text.encode()) for text in data["test"]["text"]]
-    assert max(lengths) <= 4096
-    assert 0.02 < np.mean(np.array(lengths) > 4090) < 0.04
-    assert 1200 < np.mean(lengths) < 1350
-
-
-@pytest.mark.slow
-def test_real_images(tmp_path, large_data):
-    """CIFAR-10 in JPEG; its test images stand for the training images too, to be quick."""
-    archive = large_data("cifar10-jpeg/test.tar.xz")
-    for kind in ("train", "test"):
-        (tmp_path / f"{kind}.tar.xz").symlink_to(archive)
-    data = load_lra("image", tmp_path, cache_dir=tmp_path / "cache").with_format("numpy")
-    assert [len(data[split]) for split in SPLITS] == [9_000, 1_000, 10_000]
-    assert np.bincount(data["validation"]["label"]).tolist() == [100] * 10
-    assert 115 < np.mean(data["validation"]["pixels"]) < 127
 
 
 @pytest.mark.parametrize("task", TASKS)

@@ -1,23 +1,10 @@
 """The tables of ClusterFormer's results beside the paper's numbers, made of results that stand here."""
 
-import pytest
-from support.stored_results import keeper
+from support.stored_results import cells
 
 from scripts.publish import clusterformer_tables
 from scripts.publish import cst_tables as paper_tables
 from scripts.reproduce.classification import settings_of
-from scripts.reproduce.translation import MODELS, SIZES
-
-
-@pytest.fixture
-def keep(tmp_path, monkeypatch):
-    return keeper(tmp_path, monkeypatch)
-
-
-def cells(table, row):
-    """The cells of the row that begins so."""
-    line = next(line for line in table.splitlines() if line.startswith(f"| {row} |"))
-    return [cell.strip() for cell in line.strip("|").split("|")][1:]
 
 
 def header(table):
@@ -65,57 +52,3 @@ def test_the_sweep_of_clusters_has_time_and_memory_and_only_its_runs(keep):
     assert cells(table, "k=5") == ["70.0", "1.25×", "2"]
     assert "K-means" not in table
     assert "on 1,500 texts" in table
-
-
-def test_partner_recall(keep):
-    rows = [
-        {"routing": routing, "length": length, "window_blocks": 2, "seed": seed, "accuracy": accuracy}
-        for routing, length, seed, accuracy in (
-            ("gated", 256, 0, 70.0),
-            ("gated", 64, 0, 90.0),
-            ("gated", 64, 1, 80.0),
-        )
-    ]
-    keep("partner_recall", rows, hidden_size=8, steps=2000, words=64, learning_rate=0.1, dtype="float32")
-    table = clusterformer_tables.partner_recall()
-    assert header(table) == ["64 words, 2 blocks", "256 words, 2 blocks"]
-    assert cells(table, "gated") == ["85.0 ± 7.1 (2)", "70.0"]
-    assert "12.5 by chance" in table
-
-
-def test_clusterings(keep):
-    keep("mnist_clustering", [{"method": "K-means", "clusters": 300, "seed": 0, "accuracy": 91.9}])
-    table = clusterformer_tables.clusterings()
-    assert header(table) == ["300 clusters"]
-    assert (cells(table, "K-means"), cells(table, "K-means, paper")) == (["91.9"], ["92.0"])
-
-
-def test_translation(keep):
-    shared = {"brevity_penalty": 1.0, "seconds_per_epoch": 5.0, "test_seconds": 2.0, "parameters": 10, "epochs": 3}
-    shared |= {"max_steps": -1, "test_samples": None}
-    rows = [
-        {"settings": MODELS[name], "seed": 0, "bleu": bleu} | shared
-        for name, bleu in (("Transformer", 30.0), ("gated encoder", 29.8))
-    ]
-    rows.append(rows[0] | {"max_steps": 2, "bleu": 1.0})  # a try of another budget
-    keep("translation_table", rows, sizes=SIZES, dtype="bfloat16")
-    table = clusterformer_tables.translation()
-    assert cells(table, "gated encoder") == ["29.8", "-0.2"]
-    assert cells(table, "ClusterFormer, paper, IWSLT14") == ["34.9", ""]
-    assert "3 epochs, bfloat16" in table
-
-
-def test_layers_have_speed_and_memory(keep):
-    rows = []
-    for length in (100, 400):
-        for routing in ("exact (SDPA)", "gated"):
-            measured = {f"layer_{passing}_speedup": 2.0 for passing in ("forward", "forward_backward")}
-            measured |= {"layer_forward_backward_peak_bytes": 3 * 2**20}
-            rows.append({"dtype": "float32", "batch": 1, "length": length, "routing": routing} | measured)
-    sizes = {"hidden_size": 300, "num_attention_heads": 4}
-    keep("benchmark_clusterformer", rows, sizes=sizes, factor=2.0)
-    table = clusterformer_tables.layers()
-    assert header(table) == ["100", "400"]
-    assert cells(table, "gated, training step") == ["2.0×", "2.0×"]
-    assert cells(table, "exact (SDPA): MiB of a training step") == ["3", "3"]
-    assert "exact (SDPA), training" not in table

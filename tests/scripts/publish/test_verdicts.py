@@ -3,15 +3,9 @@
 from itertools import islice
 
 import pytest
-from support.stored_results import keeper
 
 from scripts.publish import verdicts
 from scripts.reproduce.classification import DEFAULT, RANDOM, settings_of
-
-
-@pytest.fixture
-def keep(tmp_path, monkeypatch):
-    return keeper(tmp_path, monkeypatch)
 
 
 @pytest.mark.parametrize(

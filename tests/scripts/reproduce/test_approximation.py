@@ -48,7 +48,7 @@ def base(tmp_path, monkeypatch):
     return str(folder)
 
 
-@pytest.mark.slow_except("sst2")
+@pytest.mark.slow
 @pytest.mark.parametrize("task", ["sst2", "squad"])
 def test_a_model_is_fine_tuned_and_approximated(task, base, tmp_path, monkeypatch, capsys):
     output = tmp_path / "out" / "approximation.json"
@@ -112,6 +112,7 @@ def test_the_tasks_have_the_numbers_of_the_paper():
         assert [f"{task.paper[row]:.3f}" for task in approximate.TASKS.values()] == numbers
 
 
+@pytest.mark.slow
 def test_both_sets_of_mnli_are_evaluated(base, tmp_path, capsys):
     folder = shared_data.dataset_path("glue") / "MNLI"
     folder.mkdir()

@@ -1,14 +1,12 @@
 """The benchmark of slice attention and the training of its models, at small sizes."""
 
-import gzip
 import json
 from dataclasses import replace
 
 import pytest
 import torch
 import typer
-from typer import Typer
-from typer.testing import CliRunner
+from support.script_runs import rows_of, write_gzip
 
 from scripts.benchmark import cst as benchmark_cst
 from scripts.reproduce import cst as cst_training
@@ -18,19 +16,19 @@ from scripts.shared import data as shared_data
 def test_layers_are_measured_and_kept(tmp_path):
     output = tmp_path / "results" / "cst.json"
     options = {"width": 32, "heads": 2, "slice_length": 8, "repeats": 1, "cosines": False, "output": output}
-    benchmark_cst.main("64,96", **options)
-    first = json.loads(output.read_text())
-    assert [(row["length"], row["part"], row["attention"]) for row in first["layers"]] == [
-        (length, part, name) for length in (64, 96) for part in ("layer", "attention") for name in ("slices", "SDPA")
+    benchmark_cst.main("64", **options)
+    first = rows_of(output)
+    assert [(row["part"], row["attention"]) for row in first] == [
+        (part, name) for part in ("layer", "attention") for name in ("slices", "SDPA")
     ]
-    for row in first["layers"]:
+    for row in first:
         assert row["forward_ms"] > 0
         assert row["forward_backward_peak_bytes"] > row["forward_peak_bytes"] > 0
         assert row["attention"] == "slices" or row["forward_backward_speedup"] == 1
-    benchmark_cst.main("64,96,104", **options)
-    second = json.loads(output.read_text())["layers"]
-    assert second[:8] == first["layers"]
-    assert {row["length"] for row in second[8:]} == {104}
+    benchmark_cst.main("64,104", **options)
+    second = rows_of(output)
+    assert second[:4] == first
+    assert {row["length"] for row in second[4:]} == {104}
 
 
 def test_the_layer_with_sdpa_is_the_same_layer():
@@ -43,39 +41,15 @@ def test_the_layer_with_sdpa_is_the_same_layer():
     torch.testing.assert_close(exact(hidden)[0], attention.output(local), rtol=0, atol=1e-15)
 
 
-def test_conversions_are_measured(real_model_folder, tmp_path, monkeypatch):
-    monkeypatch.setattr(benchmark_cst, "COSINE_LENGTHS", (48,))
+@pytest.mark.slow
+def test_conversions_are_measured(real_model_folder, monkeypatch):
     monkeypatch.setattr(benchmark_cst, "SLICES", ((8, 1), (8, 3)))
-    output = tmp_path / "cst.json"
-    benchmark_cst.main("", texts_per_book=1, output=output)
-    rows = json.loads(output.read_text())["conversions"]
+    rows = benchmark_cst.measure_conversions({"length": 48}, 1)
     means = {(row["conversion"], row["extension_ratio"]): row["cosine_mean"] for row in rows}
     assert len(means) == 8
     assert (
         means["merged", 3] > means["merged", 1] > means["merged, attend_ends=False", 1] > means["the paper's sum", 1]
     )
-
-
-def test_help_says_what_it_does():
-    app = Typer()
-    app.command()(benchmark_cst.main)
-    result = CliRunner().invoke(app, ["--help"])
-    assert result.exit_code == 0
-    assert "--output" in result.output
-
-
-@pytest.mark.parametrize("lengths", ["", "64"])
-def test_another_setting_is_measured_anew(lengths, tmp_path):
-    output = tmp_path / "cst.json"
-    options = {"width": 16, "heads": 2, "repeats": 1, "cosines": False, "output": output}
-    benchmark_cst.main("32", slice_length=8, **options)
-    benchmark_cst.main(lengths, slice_length=4, **options)
-    assert json.loads(output.read_text())["settings"]["slice_length"] == (4 if lengths else 8)
-
-
-def write_gzip(path, text):
-    path.parent.mkdir(parents=True, exist_ok=True)
-    path.write_bytes(gzip.compress(text.encode()))
 
 
 @pytest.fixture
@@ -112,7 +86,7 @@ def test_models_of_a_task_are_trained_and_kept(task, small_tasks, tmp_path, monk
     names = list(cst_training.TASKS[task].models)[-2:]
     arguments = {"models": ";".join(names), "steps": 2, "output": output, "dtype": "float32"}
     cst_training.main(task, **arguments)
-    rows = json.loads(output.read_text())["rows"]
+    rows = rows_of(output)
     assert [(row["task"], row["model"], row["steps"]) for row in rows] == [(task, name, 2) for name in names]
     metric = (
         "word_perplexity"
@@ -124,10 +98,11 @@ def test_models_of_a_task_are_trained_and_kept(task, small_tasks, tmp_path, monk
     assert len({row["parameters"] for row in rows}) == len(rows)
     monkeypatch.setattr(cst_training, "train", None)
     cst_training.main(task, **arguments)
-    assert json.loads(output.read_text())["rows"] == rows
+    assert rows_of(output) == rows
     assert "written" in capsys.readouterr().out
 
 
+@pytest.mark.slow
 def test_a_stopped_training_goes_on(small_tasks, tmp_path, monkeypatch):
     """The second step starts from the first one's checkpoint, not from the beginning."""
     arguments = {"models": "Transformer", "dtype": "float32"}
@@ -160,11 +135,12 @@ def test_held_out_books_are_not_trained_on(small_tasks):
     ]
 
 
+@pytest.mark.slow
 def test_costs_of_a_step(small_tasks, tmp_path):
     output = tmp_path / "cst.json"
     for _ in range(2):  # measured once
         cst_training.main("IMDb bytes", costs=True, repeats=1, dtype="float32", output=output)
-    rows = json.loads(output.read_text())["rows"]
+    rows = rows_of(output)
     assert [row["model"] for row in rows] == list(cst_training.TASKS["IMDb bytes"].models)
     assert rows[0]["speedup"] == 1
     assert all(row["step_ms"] > 0 and row["step_peak_bytes"] > 0 for row in rows)

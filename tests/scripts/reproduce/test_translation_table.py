@@ -1,11 +1,11 @@
 """The table of translation: its rows, and that it goes on where it stopped, between runs and within one."""
 
 import gzip
-import json
 import random
 
 import pytest
 import typer
+from support.script_runs import rows_of
 
 from scripts.reproduce import translation as translation_table
 from scripts.shared import data as shared_data
@@ -29,10 +29,6 @@ def small_table(tmp_path, monkeypatch):
     monkeypatch.setattr(translation_table, "SIZES", translation_table.SIZES | small)
     quick = {"vocab_size": 300, "max_target_length": 8, "num_beams": 2}
     monkeypatch.setattr(translation_table, "TRAINING", translation_table.TRAINING | quick)
-
-
-def rows_of(path):
-    return json.loads(path.read_text(encoding="utf-8"))["rows"]
 
 
 @pytest.mark.slow

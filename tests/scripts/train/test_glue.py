@@ -2,10 +2,10 @@
 
 import gzip
 import json
-import shutil
 
 import numpy as np
 import pytest
+from support.script_runs import whole_and_resumed
 from transformers import AutoModelForSequenceClassification
 
 from hf_effattn import training
@@ -93,19 +93,6 @@ def test_splits_that_are_not_there_are_named_before_training(folder, tmp_path):
         run_glue.main([*common, "--do_train", "--do_predict", "--output_dir", str(tmp_path / "run")])
 
 
-def test_both_test_sets_of_mnli_are_predicted(folder, tmp_path):
-    for kind in ("matched", "mismatched"):
-        rows = [f"{n}\tA.\tB {n}." for n in range(3)]
-        write(folder / "MNLI" / f"test_{kind}.tsv", "index\tsentence1\tsentence2", *rows)
-    shutil.copy(folder / "MNLI" / "dev_matched.tsv", folder / "MNLI" / "train.tsv")
-    common = [*RUN, "--task_name", "mnli", "--data_dir", str(folder), "--config_overrides", TINY]
-    run_glue.main([*common, "--do_predict", "--output_dir", str(tmp_path)])
-    for name in ("MNLI-m.tsv", "MNLI-mm.tsv"):
-        lines = (tmp_path / name).read_text().splitlines()
-        assert len(lines) == 4
-        assert lines[1].split("\t")[1] in glue_tasks.TASKS["mnli"].labels
-
-
 def test_metrics_by_hand():
     found = training.load_metric("glue", "mrpc").compute(predictions=[1, 1, 0, 1], references=[1, 0, 0, 1])
     assert found == {"accuracy": 0.75, "f1": pytest.approx(2 * (2 / 3) / (2 / 3 + 1))}
@@ -121,16 +108,15 @@ def test_metrics_by_hand():
 def test_run_glue_learns_resumes_and_predicts(folder, tmp_path):
     common = [*RUN, "--task_name", "cola", "--data_dir", str(folder), "--config_overrides", TINY]
     common += "--do_train --do_eval --do_predict --max_steps 60 --save_steps 30".split()  # noqa: SIM905
-    whole = run_glue.main([*common, "--output_dir", str(tmp_path / "whole")])
+    whole, resumed = whole_and_resumed(run_glue.main, common, tmp_path, step=30)
     assert whole["eval_matthews_correlation"] == 1.0
     assert (tmp_path / "whole" / "CoLA.tsv").read_text() == "index\tprediction\n0\t0\n1\t1\n"
-    shutil.copytree(tmp_path / "whole" / "checkpoint-30", tmp_path / "stopped" / "checkpoint-30")
-    resume = ["--output_dir", str(tmp_path / "stopped"), "--resume_from_checkpoint", "last"]
-    assert run_glue.main([*common, *resume])["eval_loss"] == pytest.approx(whole["eval_loss"], abs=1e-6)
+    assert resumed["eval_loss"] == pytest.approx(whole["eval_loss"], abs=1e-6)
     model = AutoModelForSequenceClassification.from_pretrained(tmp_path / "whole")
     assert model.config.id2label == {0: "unacceptable", 1: "acceptable"}
 
 
+@pytest.mark.slow
 def test_predictions_of_a_model_trained_by_length_are_in_the_order_of_the_test_set(tmp_path):
     labels = [n * 7 % 10 % 2 for n in range(40)]
     texts = [f"{('bad', 'good')[label]}{' film' * (n * 11 % 13)}" for n, label in enumerate(labels)]

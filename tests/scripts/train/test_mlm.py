@@ -1,9 +1,8 @@
 """Masked language models: pairs are what they are labelled as, and both kinds of training learn and resume."""
 
-import shutil
-
 import pytest
 from datasets import Dataset
+from support.script_runs import whole_and_resumed
 from transformers import AutoModelForMaskedLM, AutoModelForPreTraining, AutoTokenizer
 
 from hf_effattn import training
@@ -93,7 +92,7 @@ def test_too_little_text_for_pairs_raises():
         run_mlm.sentence_pairs(Dataset.from_dict({"text": ["abc"]}), tokenizer, 32, seed=0)
 
 
-@pytest.mark.slow_except("roberta")
+@pytest.mark.slow
 @pytest.mark.parametrize("model_type", MODELS)
 def test_run_mlm_learns(model_type, arguments, tmp_path):
     model = ["--model_type", model_type, "--config_overrides", MODELS[model_type]]
@@ -112,10 +111,8 @@ def test_run_mlm_learns(model_type, arguments, tmp_path):
 def test_run_mlm_with_pairs_learns_and_resumes(model_type, arguments, tmp_path):
     common = [*arguments, "--next_sentence", "--model_type", model_type, "--config_overrides", MODELS[model_type]]
     common += "--max_steps 150 --save_steps 75".split()  # noqa: SIM905
-    whole = run_mlm.main([*common, "--output_dir", str(tmp_path / "whole")])
+    whole, resumed = whole_and_resumed(run_mlm.main, common, tmp_path, step=75)
     assert whole["eval_accuracy"] > 0.4  # of one word in four
     assert 0 < whole["eval_next_sentence_accuracy"] <= 1
-    shutil.copytree(tmp_path / "whole" / "checkpoint-75", tmp_path / "stopped" / "checkpoint-75")
-    resume = ["--output_dir", str(tmp_path / "stopped"), "--resume_from_checkpoint", "last"]
-    assert run_mlm.main([*common, *resume])["eval_loss"] == pytest.approx(whole["eval_loss"], abs=1e-6)
+    assert resumed["eval_loss"] == pytest.approx(whole["eval_loss"], abs=1e-6)
     assert AutoModelForPreTraining.from_pretrained(tmp_path / "whole").config.model_type == model_type

@@ -2,11 +2,11 @@
 
 import json
 import math
-import shutil
 
 import datasets
 import pytest
 import torch
+from support.script_runs import whole_and_resumed
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 from transformers import (
     AutoConfig,
@@ -40,10 +40,8 @@ def test_run_clm_learns_and_resumes(tmp_path):
     common += ["--train_files", str(tmp_path / "text.txt"), "--validation_files", str(tmp_path / "text.txt")]
     common += "--max_steps 30 --learning_rate 1e-2 --save_steps 20 --report_to none".split()  # noqa: SIM905
     common += ["--save_dtype", "bfloat16", "--ngram_losses"]
-    whole = run_clm.main([*common, "--output_dir", str(tmp_path / "whole")])
+    whole, resumed = whole_and_resumed(run_clm.main, common, tmp_path, step=20)
     assert whole["eval_loss"] < whole["unigram_loss"]
-    shutil.copytree(tmp_path / "whole" / "checkpoint-20", tmp_path / "stopped" / "checkpoint-20")
-    resumed = run_clm.main([*common, "--output_dir", str(tmp_path / "stopped"), "--resume_from_checkpoint", "last"])
     assert resumed["eval_loss"] == pytest.approx(whole["eval_loss"], abs=1e-6)
     # In two bytes a number; the checkpoints keep four.
     sizes = [(tmp_path / "stopped" / name / "model.safetensors").stat().st_size for name in ("", "checkpoint-30")]
@@ -79,6 +77,7 @@ def class_files(tmp_path):
     return [str(tmp_path / "good.txt"), str(tmp_path / "bad.txt")]
 
 
+@pytest.mark.slow_except("bert")
 @pytest.mark.parametrize("model_type", SMALL)
 def test_run_classification_from_scratch(model_type, class_files, tmp_path):
     found = run_classification.main(
@@ -147,10 +146,7 @@ def test_run_classification_of_pairs_with_a_method_resumes(tmp_path):
     common += ["--config_overrides", SMALL["bert"] + ",hidden_dropout_prob=0"]
     common += ["--method", "bi-clustered clusters=2 topk=2 key_clusters=4 min_length=0"]
     common += "--do_train --do_predict --max_steps 20 --save_steps 10".split()  # noqa: SIM905
-    whole = run_classification.main([*common, "--output_dir", str(tmp_path / "whole")])
-    shutil.copytree(tmp_path / "whole" / "checkpoint-10", tmp_path / "stopped" / "checkpoint-10")
-    resume = ["--output_dir", str(tmp_path / "stopped"), "--resume_from_checkpoint", "last"]
-    resumed = run_classification.main([*common, *resume])
+    whole, resumed = whole_and_resumed(run_classification.main, common, tmp_path, step=10)
     assert resumed["test_loss"] == pytest.approx(whole["test_loss"], abs=1e-6)
     model = from_pretrained(AutoModelForSequenceClassification, tmp_path / "whole")
     assert model.config._attn_implementation == "bi-clustered"
