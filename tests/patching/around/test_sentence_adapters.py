@@ -11,7 +11,7 @@ import torch
 from packaging.version import parse
 from sentence_transformers import CrossEncoder, SentenceTransformer
 from support.round_trips import own_memory
-from support.sentence_models import HEADS, outputs, save_plain
+from support.sentence_models import HEADS, inside, outputs, same, save_plain, train_tables
 from support.tiny_models import SMALL_SETTINGS, tiny_config
 from transformers import AutoModel, VisionTextDualEncoderConfig, VisionTextDualEncoderModel
 
@@ -27,20 +27,6 @@ SETTINGS: dict[str, dict[str, Any]] = {
 
 def lora(**options: Any) -> Any:
     return peft.LoraConfig(r=2, target_modules=["query", "value"], init_lora_weights=False, **options)
-
-
-def train_tables(model: Any) -> None:
-    for name, parameter in model.named_parameters():
-        if "hf_effattn_cst" in name and "original_module" not in name:
-            torch.nn.init.normal_(parameter)
-
-
-def same(found: list[torch.Tensor], expected: list[torch.Tensor]) -> bool:
-    return all(torch.allclose(one, other, atol=1e-5) for one, other in zip(found, expected, strict=True))
-
-
-def inside(model: Any) -> Any:
-    return model[0].auto_model
 
 
 @pytest.fixture
@@ -85,6 +71,20 @@ def test_tables_that_the_adapter_trains_come_back(base: str, tmp_path: Path) -> 
     model = adapted(base, "cst", modules_to_save=["hf_effattn_cst"])
     model.save_pretrained(str(tmp_path / "adapter"))
     assert same(outputs(SentenceTransformer(str(tmp_path / "adapter"), device="cpu")), outputs(model))
+
+
+def test_adapters_load_onto_a_base_that_was_saved_converted(base: str, tmp_path: Path) -> None:
+    """The base's other weights are in its own folder, which the adapter only names."""
+    converted = hf_effattn.patch_attention(SentenceTransformer(base, device="cpu"), "cst", **SETTINGS["cst"])
+    train_tables(converted)
+    converted.save_pretrained(str(tmp_path / "converted"))
+    model = SentenceTransformer(str(tmp_path / "converted"), device="cpu")
+    model.add_adapter(lora())
+    model.save_pretrained(str(tmp_path / "adapter"))
+    assert not (tmp_path / "adapter" / "model.safetensors").exists()
+    loaded = SentenceTransformer(str(tmp_path / "adapter"), device="cpu")
+    assert same(outputs(loaded), outputs(model))
+    assert not same(outputs(loaded), outputs(converted), atol=1e-4)
 
 
 @pytest.mark.compatibility("sentence-transformers", "`get_peft_model` around its transformer", "runs")

@@ -1,7 +1,6 @@
 """Conversion to slice attention: what is added, what it computes, padding, errors, and the way back."""
 
 import copy
-from collections.abc import Iterator
 from typing import Any
 
 import pytest
@@ -259,58 +258,6 @@ def test_attention_weights() -> None:
         model(tokens(head_dim), output_attentions=True)
 
 
-@pytest.mark.parametrize(
-    ("settings", "error", "message"),
-    [
-        ({"slice_length": 0}, ValueError, "slice_length must be at least 1, got 0: the tokens of a slice"),
-        ({"slice_length": 2.5}, TypeError, "slice_length must be an int, got 2.5"),
-        ({"extension_ratio": 4}, ValueError, r"extension_ratio must lie in \[1, 3\], got 4"),
-        ({"extension_ratio": "2"}, TypeError, "extension_ratio must be a number, got str"),
-        ({"slice_length": 3, "extension_ratio": 2}, ValueError, "takes 1.5 tokens of each neighbour"),
-        ({"composition": "merge"}, ValueError, 'composition must be one of "merged", "local-global".*mean "merged"'),
-        ({"sinks": 1}, TypeError, "sinks must be True, False or None, got 1"),
-        ({"min_length": -1}, ValueError, "min_length must be at least 0"),
-        ({"min_length": None}, TypeError, "min_length must be an int, got None"),
-        ({"slice_len": 4}, ValueError, "'cst' has no setting 'slice_len' .did you mean \"slice_length\""),
-        ({"clusters": 4}, ValueError, "'cst' has no setting 'clusters'"),
-        ({"slice_length": 64}, ValueError, "slice_length is 64, but BertModel takes 64 tokens at most"),
-        ({"layers": [5]}, ValueError, "layers has 5"),
-    ],
-)
-@pytest.mark.parametrize("converted", [False, True])
-def test_a_mistake_leaves_the_model_as_it_was(
-    settings: dict[str, Any], error: type[Exception], message: str, converted: bool
-) -> None:
-    model = small_model("bert")
-    if converted:
-        convert(model)
-    ids, names, config = tokens(), list(model.state_dict()), model.config.to_dict()
-    expected = first_output(model, ids)
-    with pytest.raises(error, match=message):
-        hf_effattn.patch_attention(model, "cst", **settings)
-    assert torch.equal(first_output(model, ids), expected)
-    assert list(model.state_dict()) == names
-    assert model.config.to_dict() == config
-
-
-def test_a_failure_half_way_is_undone(monkeypatch: pytest.MonkeyPatch) -> None:
-    model = small_model("bert")
-
-    def fail(*args: Any) -> None:
-        raise RuntimeError("disk on fire")
-
-    for converted in (False, True):
-        if converted:
-            convert(model)
-        tables = model._modules.get(NAME)
-        with monkeypatch.context() as patched:
-            patched.setattr(hf_effattn.patching.patch, "write_stored", fail)
-            with pytest.raises(RuntimeError, match="disk on fire"):
-                hf_effattn.patch_attention(model, "cst", slice_length=8)
-        assert model._modules.get(NAME) is tables
-        assert model.config._attn_implementation == ("cst" if converted else "sdpa")
-
-
 def test_padding_rows_of_roberta_are_no_places_for_tokens() -> None:
     """Its table has 64 rows, for 62 tokens."""
     with pytest.raises(ValueError, match="slice_length is 62, but RobertaModel takes 62 tokens at most"):
@@ -348,13 +295,6 @@ def test_dense_masks_stay_exact() -> None:
         exact = first_output(model, tokens(), attention_mask=mask)
         convert(model)
         assert torch.equal(first_output(model, tokens(), attention_mask=mask), exact)
-
-
-@pytest.fixture
-def one_process() -> Iterator[None]:
-    torch.distributed.init_process_group("gloo", store=torch.distributed.HashStore(), rank=0, world_size=1)
-    yield
-    torch.distributed.destroy_process_group()
 
 
 @pytest.mark.usefixtures("one_process")

@@ -3,7 +3,6 @@
 import inspect
 import warnings
 from collections import Counter
-from collections.abc import Iterator
 from typing import Any
 
 import peft
@@ -163,13 +162,6 @@ def test_calibrated_int8_costs_no_more_than_in_the_exact_model(size: float) -> N
         model.eval()
         errors[converted] = ((first_output(model, tokens()) - expected).norm() / expected.norm()).item()
     assert 0 < errors[True] < 2 * errors[False]
-
-
-@pytest.fixture
-def one_process() -> Iterator[None]:
-    torch.distributed.init_process_group("gloo", store=torch.distributed.HashStore(), rank=0, world_size=1)
-    yield
-    torch.distributed.destroy_process_group()
 
 
 @pytest.mark.compatibility("torch", "DDP of a conversion with short batches, without `find_unused_parameters`", "runs")

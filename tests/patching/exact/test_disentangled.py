@@ -5,14 +5,7 @@ from typing import Any
 
 import pytest
 import torch
-from transformers import (
-    AutoModelForSequenceClassification,
-    DebertaConfig,
-    DebertaModel,
-    DebertaV2Config,
-    SEWDConfig,
-    SEWDModel,
-)
+from transformers import AutoConfig, AutoModel
 from transformers.models.deberta_v2.modeling_deberta_v2 import build_relative_position
 
 import hf_effattn
@@ -25,9 +18,9 @@ from .contract import (
     Near,
     check_against,
     check_recomputed_dropout,
-    classes_of_ours,
     each,
-    each_precision,
+    each_size_and_precision,
+    key_mask,
 )
 from .test_relative_bias import OURS, encoded, inputs_of, make_model
 
@@ -82,25 +75,21 @@ def by_definition(
     return (scores if seen is None else scores.masked_fill(~seen, -torch.inf)).softmax(dim=-1) @ value
 
 
-@each_precision
+@each_size_and_precision
 @pytest.mark.parametrize("vectors", ["both", "of keys", "of queries", "none"])
-@pytest.mark.parametrize("masked", [False, True])
-@pytest.mark.parametrize("length", [1, 37, 64])
 def test_against_the_definition(
     length: int, masked: bool, vectors: str, dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(deberta, "ROWS", 17)
     span, heads = 6, 3
     index = (torch.arange(1 - length, length) + span).clamp(0, 2 * span - 1)
-    mask = torch.ones(2, 1, 1, length, dtype=torch.bool)
-    mask[1, ..., length // 2 + 1 :] = False
     of_key, of_query = vectors in ("both", "of keys"), vectors in ("both", "of queries")
 
     def way(attend: Any, **how: Any) -> Any:
         def attend_with(query: Any, key: Any, value: Any, *distances: Any) -> torch.Tensor:
             given = iter(distances)
             vectors = (next(given) if used else None for used in (of_key, of_query))
-            return attend(query, key, value, *vectors, index, mask if masked else None, scale=0.3, **how)
+            return attend(query, key, value, *vectors, index, key_mask(length, masked), scale=0.3, **how)
 
         return attend_with
 
@@ -115,37 +104,24 @@ def test_rows_computed_again_lose_the_same_weights(monkeypatch: pytest.MonkeyPat
     check_recomputed_dropout(attend, [(1, 1, 19, 2)] * 3 + [(1, 10, 2)] * 2, 1, monkeypatch)
 
 
-@pytest.mark.parametrize("length", [1, 7, 40, 300])
 @pytest.mark.parametrize(("buckets", "largest"), [(16, 40), (256, 512), (8, 9), (2, 30), (16, 6), (-1, 40), (32, 16)])
-def test_distances_are_transformers(buckets: int, largest: int, length: int) -> None:
+def test_distances_are_transformers(buckets: int, largest: int) -> None:
     """One row of them stands for the matrix, and beyond the reach there is one vector on each side."""
     model = make_model("deberta-v2", position_buckets=buckets, max_relative_positions=largest)
-    states = torch.zeros(1, length, 32)
-    matrix = build_relative_position(states, states, bucket_size=buckets, max_position=largest)
     hf_effattn.patch_attention(model, METHOD)
-    row = model.encoder.get_rel_pos(states)
-    assert row.shape == (2 * length - 1,)
-    assert torch.equal(deberta._matrix(row, length), matrix)
     reach = model.encoder.layer[0].attention.self._reach()
-    if reach is None:
-        assert not 4 <= buckets < 2 * largest - 2
-        return
+    assert reach is not None or not 4 <= buckets < 2 * largest - 2
     span = buckets if buckets > 0 else largest
-    distances, index = torch.arange(1 - length, length), (row + span).clamp(0, 2 * span - 1)
-    assert (index[distances >= reach] == 2 * span - 1).all()
-    assert (index[distances <= -reach] == 0).all()
-
-
-@torch.no_grad()
-def test_rows_of_a_mask_may_differ() -> None:
-    """A mask of three dimensions, by which no token sees a later one, is run by transformers' code."""
-    model, inputs = make_model("deberta-v2", conv_kernel_size=0), inputs_of(padded=False)
-    states = model.embeddings(inputs["input_ids"])
-    earlier = torch.ones(150, 150).tril()[None]
-    exact = model.encoder(states, earlier)[0]
-    hf_effattn.patch_attention(model, METHOD)
-    assert torch.equal(model.encoder(states, earlier)[0], exact)
-    assert not torch.allclose(exact[:, 0], model.encoder(states, torch.ones(3, 150))[0][:, 0], atol=1e-2)
+    for length in (1, 7, 40, 300):
+        states = torch.zeros(1, length, 32)
+        matrix = build_relative_position(states, states, bucket_size=buckets, max_position=largest)
+        row = model.encoder.get_rel_pos(states)
+        assert row.shape == (2 * length - 1,)
+        assert torch.equal(deberta._matrix(row, length), matrix)
+        if reach is not None:
+            distances, index = torch.arange(1 - length, length), (row + span).clamp(0, 2 * span - 1)
+            assert (index[distances >= reach] == 2 * span - 1).all()
+            assert (index[distances <= -reach] == 0).all()
 
 
 @torch.no_grad()
@@ -168,38 +144,32 @@ def test_queries_of_their_own() -> None:
 
 
 @torch.no_grad()
-def test_a_matrix_of_distances_may_be_given() -> None:
-    model = make_model("deberta-v2")
-    states, seen = torch.randn(2, 30, 32, generator=torch.Generator().manual_seed(2)), torch.ones(2, 30)
-    matrix = torch.randint(-8, 8, (1, 30, 30), generator=torch.Generator().manual_seed(2))
-    exact = model.encoder(states, seen, relative_pos=matrix)[0]
+def test_matrices_of_a_mask_or_of_distances_are_run_by_transformers_code() -> None:
+    """A mask of three dimensions, by which no token sees a later one, and distances that are no row."""
+    model, inputs = make_model("deberta-v2", conv_kernel_size=0), inputs_of(padded=False)
+    states = model.embeddings(inputs["input_ids"])
+    earlier = torch.ones(150, 150).tril()[None]
+    matrix = torch.randint(-8, 8, (1, 150, 150), generator=torch.Generator().manual_seed(2))
+    given: list[tuple[Any, ...]] = [(earlier,), (torch.ones(3, 150), True, False, None, matrix)]
+    exact = [model.encoder(states, *one)[0] for one in given]
     hf_effattn.patch_attention(model, METHOD)
-    assert torch.equal(model.encoder(states, seen, relative_pos=matrix)[0], exact)
+    assert all(torch.equal(model.encoder(states, *one)[0], other) for one, other in zip(given, exact, strict=True))
+    assert not torch.allclose(exact[0][:, 0], model.encoder(states, torch.ones(3, 150))[0][:, 0], atol=1e-2)
 
 
-@torch.no_grad()
-def test_a_classifier() -> None:
-    sizes = {"hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 2, "num_attention_heads": 4}
-    own = {"relative_attention": True, "position_biased_input": False, "pos_att_type": "p2c|c2p"}
-    model = AutoModelForSequenceClassification.from_config(DebertaV2Config(vocab_size=60, **sizes, **own)).eval()
-    inputs = {name: given[:2] for name, given in inputs_of(length=700).items()}  # the third begins with padding
-    exact = model(**inputs).logits
-    hf_effattn.patch_attention(model, "bi-clustered")
-    assert classes_of_ours(model) == OURS["deberta-v2"]
-    torch.testing.assert_close(model(**inputs).logits, exact, rtol=0, atol=1e-5)
+SMALL = {"hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 1, "num_attention_heads": 4}
+SPEECH = {"conv_dim": (16,), "conv_stride": (2,), "conv_kernel": (3,), "squeeze_factor": 1}
 
 
-def test_the_first_deberta_is_refused_with_the_reason() -> None:
-    """At the 512 tokens that it takes there was too little to gain."""
-    model = DebertaModel(DebertaConfig(hidden_size=32, num_attention_heads=4, num_hidden_layers=1, vocab_size=60))
-    with pytest.raises(
-        ValueError, match=r"DebertaModel: its model type \"deberta\" takes 512 tokens, .* 1\.0 to 1\.2 times as fast"
-    ):
-        hf_effattn.patch_attention(model, METHOD)
-
-
-def test_speech_with_classes_of_the_same_name_is_refused() -> None:
-    sizes = {"hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 1, "num_attention_heads": 4}
-    model = SEWDModel(SEWDConfig(**sizes, conv_dim=(16,), conv_stride=(2,), conv_kernel=(3,), squeeze_factor=1))
-    with pytest.raises(ValueError, match="SEWDModel"):
+@pytest.mark.parametrize(
+    ("model_type", "sizes", "message"),
+    [
+        # At the 512 tokens that it takes there was too little to gain.
+        ("deberta", {"vocab_size": 60}, r'DebertaModel: its model type "deberta" takes 512 tokens, .* 1\.0 to 1\.2'),
+        ("sew-d", SPEECH, "SEWDModel"),  # which has classes of the same names
+    ],
+)
+def test_what_is_alike_and_not_served_is_refused(model_type: str, sizes: dict[str, Any], message: str) -> None:
+    model = AutoModel.from_config(AutoConfig.for_model(model_type, **SMALL, **sizes))
+    with pytest.raises(ValueError, match=message):
         hf_effattn.patch_attention(model, METHOD)

@@ -24,7 +24,8 @@ from .contract import (
     Near,
     check_against,
     check_recomputed_dropout,
-    each_precision,
+    each_size_and_precision,
+    key_mask,
     shapes,
     with_large_weights,
 )
@@ -140,17 +141,13 @@ def by_definition(
     return (scores if mask is None else scores.masked_fill(~mask, -torch.inf)).softmax(dim=-1) @ value
 
 
-@each_precision
+@each_size_and_precision
 @pytest.mark.parametrize("texts", [1, 2])
-@pytest.mark.parametrize("masked", [False, True])
-@pytest.mark.parametrize("length", [1, 37, 64])
 def test_against_the_definition(
     length: int, masked: bool, texts: int, dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(parakeet, "ROWS", 17)
-    mask = torch.ones(2, 1, 1, length, dtype=torch.bool)
-    mask[1, ..., length // 2 + 1 :] = False
-    given: dict[str, Any] = {"mask": mask if masked else None, "scale": 0.3}
+    given: dict[str, Any] = {"mask": key_mask(length, masked), "scale": 0.3}
     attend = partial(attend_by_distance_vectors, **given, dropout=0.0)
     sizes = [(2, 3, length, 8)] * 4 + [(texts, 3, 2 * length - 1, 8)]
     check_against(partial(by_definition, **given), attend, sizes, dtype, monkeypatch)

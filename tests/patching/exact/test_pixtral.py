@@ -1,13 +1,10 @@
 """Pixtral, whose images transformers reads as one sequence under a mask: in groups, each image by itself."""
 
-import copy
-import pickle
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
-from accelerate.hooks import AlignDevicesHook, add_hook_to_module
 from transformers import AutoConfig, AutoModel, AutoModelForImageTextToText, PreTrainedModel
 from transformers.models.pixtral import modeling_pixtral
 
@@ -173,15 +170,6 @@ def test_weights_of_a_method_are_of_each_image_alone(groups: list[list[int]]) ->
 
 
 @torch.no_grad()
-def test_copied_and_pickled() -> None:
-    model, inputs = hf_effattn.patch_attention(make_tower(), "bi-clustered", **FEW), images()
-    expected = model(**inputs).last_hidden_state
-    for copied in (copy.deepcopy(model), pickle.loads(pickle.dumps(model))):
-        assert type(copied) is pixtral.PixtralVisionModel
-        assert torch.equal(copied(**inputs).last_hidden_state, expected)
-
-
-@torch.no_grad()
 def test_images_without_sizes_are_whole(groups: list[list[int]]) -> None:
     model, pixels = make_tower(), images()["pixel_values"]
     exact = model(pixels).last_hidden_state
@@ -247,15 +235,3 @@ def test_within_a_model_that_reads_text(model_type: str, tmp_path: Path, masks: 
     assert torch.equal(loaded(**inputs).logits, approximate)
     hf_effattn.unpatch_attention(model)
     assert torch.equal(model(**inputs).logits, exact)
-
-
-@torch.no_grad()
-def test_within_the_hooks_of_a_device_map(masks: list[list[int]], monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(pixtral, "GROUP", 1)
-    model, inputs = make_tower(), images()
-    exact = model(**inputs).last_hidden_state
-    masks.clear()
-    add_hook_to_module(model, AlignDevicesHook(execution_device="cpu", io_same_device=True))
-    hf_effattn.patch_attention(model, METHOD)
-    assert_close(model(**inputs).last_hidden_state, exact)
-    assert masks == [[one] for one in PATCHES]

@@ -82,6 +82,8 @@ KINDS = [
         weigh=weigh,
         weights_near=Near(atol=1e-5),
         retrained=Near(rtol=1e-4, atol=1e-4),
+        whole=logits_of_seen,
+        heard=True,
         says="see a sliding window only",
         reports=(2, 300, None),
         alone=True,
@@ -99,15 +101,6 @@ def test_a_layer_sees_its_window_and_no_more(in_blocks: list[torch.Size]) -> Non
     away = (model(input_ids=changed).logits - before).abs().amax(dim=(0, 2))
     assert away[134:167].min() > 0
     assert away[:134].max() == away[167:].max() == 0
-    assert len(in_blocks) == 2
-
-
-def test_it_runs_in_blocks_when_it_is_switched_on_by_name(in_blocks: list[torch.Size]) -> None:
-    model, inputs = make_model(), inputs_of()
-    with torch.no_grad():
-        expected = logits_of_seen(model, inputs)
-        model.set_attn_implementation(METHOD)
-        Near(atol=2e-5).check(logits_of_seen(model, inputs), expected)
     assert len(in_blocks) == 2
 
 
