@@ -18,7 +18,11 @@ from support.tiny_models import (
     tiny_config,
     tiny_model,
 )
-from transformers import BertLMHeadModel, DynamicCache, EncoderDecoderCache, EncoderDecoderModel
+from transformers import (
+    DynamicCache,
+    EncoderDecoderCache,
+    WhisperForConditionalGeneration,
+)
 from transformers.masking_utils import ALL_MASK_ATTENTION_FUNCTIONS, create_bidirectional_mask, sdpa_mask
 
 import hf_effattn
@@ -37,6 +41,7 @@ def window_mask(length: int, reach: int = 5) -> torch.Tensor:
     return ((index[:, None] - index).abs() <= reach).expand(2, 1, length, length)
 
 
+@pytest.mark.slow_except("bert-*", "*-additive")
 @pytest.mark.parametrize("form", ["bool", "additive"])
 # A decoder takes the mask for its cross-attention too; ESM counts its tokens.
 @pytest.mark.parametrize("model_type", mostly_slow(x for x in TEXTS if x not in (*WITH_DECODER, "esm")))
@@ -53,11 +58,10 @@ def test_dense_masks(model_type: str, form: str, attended: list[str]) -> None:
     assert attended == []
 
 
-@pytest.mark.parametrize("padding", [None, "left", "right"])
-def test_layers_that_are_not_chosen(padding: str | None, attended: list[str]) -> None:
+def test_layers_that_are_not_chosen(attended: list[str]) -> None:
     """With all but the last layer exact, the last layer's input is transformers' own."""
     model = tiny_model("bert")
-    batch = batch_for(model, padding=padding)
+    batch = batch_for(model, padding="left")
     exact = model(**batch.inputs, output_hidden_states=True).hidden_states
     hf_effattn.patch_attention(model, "clustered", layers=[2], **FORCED)
     patched = model(**batch.inputs, output_hidden_states=True).hidden_states
@@ -66,6 +70,7 @@ def test_layers_that_are_not_chosen(padding: str | None, attended: list[str]) ->
     assert attended == ["clustered"]
 
 
+@pytest.mark.slow_except("bert-*", "*-right", "vit-*")
 @pytest.mark.parametrize(("model_type", "padding"), mostly_slow(MODEL_TYPES_AND_PADDINGS))
 def test_inputs_of_no_more_tokens_than_clusters(model_type: str, padding: str | None, attended: list[str]) -> None:
     model = tiny_model(model_type)
@@ -82,12 +87,11 @@ def test_inputs_of_no_more_tokens_than_clusters(model_type: str, padding: str | 
     assert attended == []
 
 
-@pytest.mark.parametrize("padding", [None, "left", "right"])
 @pytest.mark.parametrize("model_type", WINDOWED)
-def test_sliding_window_layers(model_type: str, padding: str | None, attended: list[str]) -> None:
+def test_sliding_window_layers(model_type: str, attended: list[str]) -> None:
     """Layer 1 of the three has a window: its output is exact, given the same input."""
     model = tiny_model(model_type)
-    batch = batch_for(model, padding=padding)
+    batch = batch_for(model, padding="left")
     hf_effattn.patch_attention(model, "i-clustered", topk=8, **FORCED)
     sliding = getattr(model.layers[1], "attn" if model_type == "modernbert" else "self_attn")
     assert sliding.sliding_window is not None
@@ -102,18 +106,6 @@ def test_sliding_window_layers(model_type: str, padding: str | None, attended: l
     assert len(attended) == 2
     model.set_attn_implementation("sdpa")
     assert torch.equal(sliding(*seen["args"], **seen["kwargs"])[0], seen["output"])
-
-
-def test_cross_attention_and_decoder() -> None:
-    """Of an encoder-decoder only the encoder changes: fed the same encoder output, the decoder is bit-equal."""
-    decoder = BertLMHeadModel(tiny_config("bert", is_decoder=True, add_cross_attention=True))
-    model = EncoderDecoderModel(encoder=tiny_model("bert"), decoder=decoder).eval()
-    tokens = batch_for(model.encoder).inputs["input_ids"]
-    hidden = model.encoder(input_ids=tokens)
-    exact = model(encoder_outputs=hidden, decoder_input_ids=tokens).logits
-    hf_effattn.patch_attention(model, "i-clustered", topk=8, **FORCED)
-    assert torch.equal(model(encoder_outputs=hidden, decoder_input_ids=tokens).logits, exact)
-    assert not torch.equal(model.encoder(input_ids=tokens).last_hidden_state, hidden.last_hidden_state)
 
 
 def test_bert_cross_attention_module_under_our_name(attended: list[str]) -> None:
@@ -131,26 +123,16 @@ def test_bert_cross_attention_module_under_our_name(attended: list[str]) -> None
     assert attended == []
 
 
-def test_whisper_decoder_is_exact(attended: list[str]) -> None:
-    model = tiny_model("whisper")
-    inputs = batch_for(model).inputs
-    hidden = model.encoder(inputs["input_features"])
-    long_prompt = torch.randint(5, 60, (2, 40))
-    exact = model(encoder_outputs=hidden, decoder_input_ids=long_prompt).last_hidden_state
-    hf_effattn.patch_attention(model, "clustered", **FORCED)
-    assert torch.equal(model(encoder_outputs=hidden, decoder_input_ids=long_prompt).last_hidden_state, exact)
-    assert attended == []
-
-
-def test_whisper_generates_with_a_patched_encoder(attended: list[str]) -> None:
-    from transformers import WhisperForConditionalGeneration
-
+def test_whisper_has_a_patched_encoder_and_an_exact_decoder(attended: list[str]) -> None:
     torch.manual_seed(0)
     model = WhisperForConditionalGeneration(tiny_config("whisper")).eval()
-    features = batch_for(model).inputs["input_features"]
+    features, long_prompt = batch_for(model).inputs["input_features"], torch.randint(5, 60, (2, 40))
+    given = {"encoder_outputs": model.get_encoder()(features), "decoder_input_ids": long_prompt}
+    exact = model(**given).logits
     hf_effattn.patch_attention(model, "clustered", **FORCED)
-    tokens = model.generate(features, max_new_tokens=5, do_sample=False)
-    assert tokens.shape[0] == 2
+    assert torch.equal(model(**given).logits, exact)
+    assert attended == []
+    assert model.generate(features, max_new_tokens=5, do_sample=False).shape[0] == 2
     assert len(attended) == 3
 
 
@@ -168,19 +150,13 @@ def test_more_keys_than_queries(attended: list[str]) -> None:
     assert attended == []
 
 
-@pytest.mark.parametrize("padding", [None, "left", "right", "none masked"])
-def test_mask_function_hands_on_one_row(padding: str | None) -> None:
-    config = tiny_config("bert", attn_implementation="i-clustered")
-    embeds = torch.zeros(2, 40, 32)
-    mask = {
-        None: None,
-        "none masked": torch.ones(2, 40),
-    }.get(padding, batch_for(tiny_model("bert"), padding=padding or "left").inputs.get("attention_mask"))
-    ours = create_bidirectional_mask(config, embeds, mask)
-    if padding in (None, "none masked"):
-        assert ours is None
-    else:
-        assert torch.equal(ours, mask.bool())
+def test_mask_function_hands_on_one_row() -> None:
+    config, embeds = tiny_config("bert", attn_implementation="i-clustered"), torch.zeros(2, 40, 32)
+    for nothing_masked in (None, torch.ones(2, 40)):
+        assert create_bidirectional_mask(config, embeds, nothing_masked) is None
+    for padding in ("left", "right"):
+        mask = batch_for(tiny_model("bert"), padding=padding).inputs["attention_mask"]
+        assert torch.equal(create_bidirectional_mask(config, embeds, mask), mask.bool())
 
 
 def test_mask_function_is_dense_for_other_rules_and_other_models() -> None:

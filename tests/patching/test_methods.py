@@ -2,6 +2,7 @@
 
 import dataclasses
 import json
+from itertools import product
 
 import numpy as np
 import pytest
@@ -106,93 +107,68 @@ def test_every_setting_says_what_it_is_for(method: str) -> None:
     assert set(settings.purpose) == {field.name for field in dataclasses.fields(settings)}
 
 
-@pytest.mark.parametrize(
-    ("changes", "error", "message"),
-    [
-        ({"clusters": 0}, ValueError, "clusters must be at least 1, got 0: the number of query clusters"),
-        ({"clusters": -4}, ValueError, "clusters must be at least 1, got -4"),
-        ({"clusters": 2.5}, TypeError, "clusters must be an int, got 2.5"),
-        ({"clusters": True}, TypeError, "clusters must be an int, got True"),
-        ({"clusters": "10"}, TypeError, "clusters must be an int, got '10'"),
-        ({"clusters": None}, TypeError, "clusters must be an int, got None"),
-        ({"topk": 0}, ValueError, "topk must be at least 1, got 0: the number of keys"),
-        ({"iterations": -1}, ValueError, "iterations must be at least 0"),
-        ({"seed": 2**70}, ValueError, "seed must be at most"),
-        ({"bits": 0}, ValueError, "bits must be at least 1"),
-        ({"fit_queries": 0}, ValueError, "fit_queries must be at least 1"),
-        ({"check_finite": 1}, TypeError, "check_finite must be True or False, got 1"),
-        ({"seed": -1}, ValueError, "seed must be at least 0"),
-        ({"min_length": -1}, ValueError, "min_length must be at least 0, got -1: .* 0: force the method"),
-        ({"clustering": "KMeans"}, ValueError, 'did you mean "kmeans"'),
-        ({"clustering": "k-means"}, ValueError, 'one of "kmeans", "lsh", got \'k-means\' .did you mean "kmeans"'),
-        ({"metric": "key"}, ValueError, 'metric must be one of "keys", "queries", got \'key\' .did you mean "keys"'),
-        (
-            {"topks": 5},
-            ValueError,
-            "\"i-clustered\" has no setting|'i-clustered' has no setting 'topks' .did you mean",
-        ),
-        ({"colour": 5}, ValueError, 'its settings are .*"clusters".*"topk"'),
-    ],
-)
-def test_wrong_settings_are_named(changes: dict, error: type[Exception], message: str) -> None:
-    with pytest.raises(error, match=message):
-        make_method("i-clustered", **changes)
+WRONG: list[tuple[str, dict, type[Exception], str]] = [
+    ("i-clustered", {"clusters": 0}, ValueError, "clusters must be at least 1, got 0: the number of query clusters"),
+    ("i-clustered", {"clusters": -4}, ValueError, "clusters must be at least 1, got -4"),
+    ("i-clustered", {"clusters": 2.5}, TypeError, "clusters must be an int, got 2.5"),
+    ("i-clustered", {"clusters": True}, TypeError, "clusters must be an int, got True"),
+    ("i-clustered", {"clusters": "10"}, TypeError, "clusters must be an int, got '10'"),
+    ("i-clustered", {"clusters": None}, TypeError, "clusters must be an int, got None"),
+    ("i-clustered", {"topk": 0}, ValueError, "topk must be at least 1, got 0: the number of keys"),
+    ("i-clustered", {"iterations": -1}, ValueError, "iterations must be at least 0"),
+    ("i-clustered", {"seed": 2**70}, ValueError, "seed must be at most"),
+    ("i-clustered", {"bits": 0}, ValueError, "bits must be at least 1"),
+    ("i-clustered", {"fit_queries": 0}, ValueError, "fit_queries must be at least 1"),
+    ("i-clustered", {"check_finite": 1}, TypeError, "check_finite must be True or False, got 1"),
+    ("i-clustered", {"seed": -1}, ValueError, "seed must be at least 0"),
+    ("i-clustered", {"min_length": -1}, ValueError, "min_length must be at least 0, got -1: .* 0: force the method"),
+    ("i-clustered", {"clustering": "KMeans"}, ValueError, 'one of "kmeans", "lsh", got .* .did you mean "kmeans"'),
+    ("i-clustered", {"metric": "key"}, ValueError, 'metric must be one of "keys", "queries", .*did you mean "keys"'),
+    ("i-clustered", {"topks": 5}, ValueError, "'i-clustered' has no setting 'topks' .did you mean"),
+    ("i-clustered", {"colour": 5}, ValueError, 'its settings are .*"clusters".*"topk"'),
+    ("i-clustered", {"key_clusters": 4}, ValueError, "'i-clustered' has no setting 'key_clusters'"),
+    ("bi-clustered", {"key_clusters": 0}, ValueError, "key_clusters must be at least 1, got 0: the number of key"),
+    ("bi-clustered", {"key_clusters": 1.5}, TypeError, r"key_clusters must be an int, got 1\.5"),
+    ("bi-clustered", {"topk": 0}, ValueError, "topk must be at least 1, got 0: the number of keys per cluster"),
+    ("bi-clustered", {"max_predicted_error": "0.5"}, TypeError, "max_predicted_error must be a number or None, got"),
+    ("bi-clustered", {"max_predicted_error": True}, TypeError, "max_predicted_error must be a number or None, got"),
+    ("bi-clustered", {"max_predicted_error": [0.5]}, TypeError, "max_predicted_error must be a number or None, got"),
+    ("bi-clustered", {"max_predicted_error": -0.1}, ValueError, "max_predicted_error must be at least 0, got"),
+    ("bi-clustered", {"max_predicted_error": float("nan")}, ValueError, "max_predicted_error must be at least 0, got"),
+    ("bi-clustered", {"causal": "prefill"}, ValueError, "causal says whether the settings are .*, got 'prefill'"),
+    ("bi-clustered", {"causal": True, "segment_length": 0}, ValueError, "segment_length must be at least 1"),
+    ("bi-clustered", {"causal": True, "window": -1}, ValueError, "window must be at least 0"),
+    ("iclustered", {}, ValueError, r'unknown attention method .iclustered. .did you mean "i-clustered".*"clustered"'),
+]
 
 
-def test_unknown_method_names_the_closest() -> None:
-    with pytest.raises(
-        ValueError, match=r'unknown attention method .iclustered. .did you mean "i-clustered".*"clustered"'
-    ):
-        make_method("iclustered")
+def test_wrong_settings_are_named() -> None:
+    for method, changes, error, message in WRONG:
+        with pytest.raises(error, match=message):
+            make_method(method, **changes)
 
 
-def test_wrong_settings_of_bi_clustered_are_named() -> None:
-    with pytest.raises(ValueError, match="key_clusters must be at least 1, got 0: the number of key clusters"):
-        make_method("bi-clustered", key_clusters=0)
-    with pytest.raises(TypeError, match=r"key_clusters must be an int, got 1\.5"):
-        make_method("bi-clustered", key_clusters=1.5)
-    with pytest.raises(ValueError, match="topk must be at least 1, got 0: the number of keys per cluster that its"):
-        make_method("bi-clustered", topk=0)
-    for wrong in ("0.5", True, [0.5]):
-        with pytest.raises(TypeError, match="max_predicted_error must be a number or None, got"):
-            make_method("bi-clustered", max_predicted_error=wrong)
-    for wrong in (-0.1, float("nan")):
-        with pytest.raises(ValueError, match="max_predicted_error must be at least 0, got"):
-            make_method("bi-clustered", max_predicted_error=wrong)
-    assert make_method("bi-clustered", max_predicted_error=np.float32(0.25)) == make_method(
-        "bi-clustered", max_predicted_error=0.25
-    )
-    assert (
-        json.loads(json.dumps(make_method("bi-clustered", max_predicted_error=1).to_dict()))["max_predicted_error"]
-        == 1.0
-    )
-    assert make_method("bi-clustered", max_predicted_error=None).max_predicted_error is None
+def test_a_predicted_error_is_a_number_or_none() -> None:
+    for given, kept in ((np.float32(0.25), 0.25), (1, 1.0), (None, None)):
+        settings = make_method("bi-clustered", max_predicted_error=given).to_dict()
+        assert json.loads(json.dumps(settings))["max_predicted_error"] == kept
 
 
-def test_a_setting_of_another_method_is_refused() -> None:
-    with pytest.raises(ValueError, match="'i-clustered' has no setting 'key_clusters'"):
-        make_method("i-clustered", key_clusters=4)
-    with pytest.raises(ValueError, match="'clustered' has no setting 'topk'"):
-        make_method("clustered", topk=4)
+def test_a_method_without_a_measured_crossover_is_named() -> None:
+    for device, causal in product(("cpu", "cuda"), (False, True)):
+        with pytest.raises(ValueError, match='no shortest length of "new" has been measured: give min_length'):
+            crossover_length("new", {"clusters": 4}, device, causal=causal)
 
 
 @pytest.mark.parametrize("device", ["cpu", "cuda"])
-@pytest.mark.parametrize("causal", [False, True])
-def test_a_method_without_a_measured_crossover_is_named(device: str, causal: bool) -> None:
-    with pytest.raises(ValueError, match='no shortest length of "new" has been measured: give min_length'):
-        crossover_length("new", {"clusters": 4}, device, causal=causal)
-
-
-@pytest.mark.parametrize("device", ["cpu", "cuda"])
-@pytest.mark.parametrize("place", range(len(CROSSOVER["cpu"])))
-def test_min_length_comes_from_the_measured_crossover(device: str, place: int) -> None:
-    row = CROSSOVER[device][place]
-    options = {name: value for name, value in row.items() if name not in ("method", "min_length")}
-    measured = make_method(row["method"], **options).shortest_length(device)
-    assert measured <= row["min_length"]
-    assert make_method(row["method"], **options, min_length=17).shortest_length(device) == 17
-    doubled = make_method(row["method"], **{name: 2 * value for name, value in options.items()})
-    assert measured <= doubled.shortest_length(device) <= 2 * row["min_length"]
+def test_min_length_comes_from_the_measured_crossover(device: str) -> None:
+    for row in CROSSOVER[device]:
+        options = {name: value for name, value in row.items() if name not in ("method", "min_length")}
+        measured = make_method(row["method"], **options).shortest_length(device)
+        assert measured <= row["min_length"]
+        assert make_method(row["method"], **options, min_length=17).shortest_length(device) == 17
+        doubled = make_method(row["method"], **{name: 2 * value for name, value in options.items()})
+        assert measured <= doubled.shortest_length(device) <= 2 * row["min_length"]
 
 
 def test_min_length_of_a_device_never_measured_is_longer() -> None:
@@ -214,18 +190,9 @@ def test_no_length_is_the_default_of_a_causal_form_that_was_not_timed(method: st
     assert not make_method(method).is_exact(10**6, 10**6, device)
     assert not dataclasses.replace(settings, min_length=2000).is_exact(2000, 2000, device, causal=True)
     candidates = [{"method": method}, {"method": method, "seed": 7, "min_length": 2000}]
-    assert (
-        make_method("per-head", causal=True, candidates=candidates, heads=[[0, 0]]).shortest_length(
-            device, causal=True
-        )
-        is None
-    )
-    assert (
-        make_method("per-head", causal=True, candidates=candidates, heads=[[0, 1]]).shortest_length(
-            device, causal=True
-        )
-        == 2000
-    )
+    for row, shortest in (([0, 0], None), ([0, 1], 2000)):
+        per_head = make_method("per-head", causal=True, candidates=candidates, heads=[row])
+        assert per_head.shortest_length(device, causal=True) == shortest
 
 
 @pytest.mark.parametrize("method", METHODS)
@@ -272,9 +239,9 @@ def test_exact_where_nothing_would_be_saved() -> None:
     assert not make_method("clustered", clusters=10, min_length=11).is_exact(11, 11, "cpu")
 
 
-@pytest.mark.parametrize("masked", [False, True])
-@pytest.mark.parametrize("clustering", ["kmeans", "lsh"])
-@pytest.mark.parametrize("metric", ["keys", "queries"])
+@pytest.mark.parametrize(
+    ("clustering", "metric", "masked"), [("kmeans", "keys", True), ("kmeans", "queries", False), ("lsh", "keys", True)]
+)
 @pytest.mark.parametrize("method", METHODS)
 def test_run_method_is_clustering_and_op(method: str, metric: str, clustering: str, masked: bool) -> None:
     query, key, value = tensors()
