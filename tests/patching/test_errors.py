@@ -1,12 +1,14 @@
-"""What cannot be patched says so, says what to do, and is left as it was."""
+"""What cannot be patched says so, says what to do, and is left whole as it was; and so it is by a report."""
 
+import copy
 import warnings
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
-from support.tiny_models import batch_for, encoded, tiny_config, tiny_model
+from support import tiny_decoders, tiny_exchanged
+from support.tiny_models import TEXT, batch_for, encoded, tiny_config, tiny_model
 from torch import nn
 from transformers import (
     AutoConfig,
@@ -20,32 +22,25 @@ from transformers import (
     BlenderbotModel,
     BloomConfig,
     BloomForCausalLM,
+    CLIPTextConfig,
+    CLIPTextModel,
     HeliumConfig,
     HeliumForCausalLM,
     LayoutLMConfig,
     LayoutLMModel,
     PreTrainedModel,
+    VisionTextDualEncoderModel,
     WhisperForCausalLM,
     XLNetConfig,
     XLNetModel,
 )
 
 import hf_effattn
-
-SMALL = {
-    "vocab_size": 60,
-    "hidden_size": 32,
-    "num_hidden_layers": 2,
-    "num_attention_heads": 2,
-    "intermediate_size": 48,
-}
+from hf_effattn.patching import patch
 
 
 def helium(**kwargs: Any) -> HeliumForCausalLM:
-    config = HeliumConfig(
-        vocab_size=60, hidden_size=32, num_hidden_layers=2, num_attention_heads=2, num_key_value_heads=2, head_dim=16,
-        intermediate_size=48, pad_token_id=1,
-    )  # fmt: skip
+    config = HeliumConfig(**TEXT, num_key_value_heads=2, head_dim=16, pad_token_id=1)
     return HeliumForCausalLM._from_config(config, **kwargs).eval()
 
 
@@ -118,11 +113,15 @@ def blenderbot() -> BlenderbotModel:
 
 
 def layoutlm() -> LayoutLMModel:
-    return LayoutLMModel(LayoutLMConfig(**SMALL)).eval()
+    return LayoutLMModel(LayoutLMConfig(**TEXT)).eval()
+
+
+def clip_text() -> CLIPTextModel:
+    return CLIPTextModel(CLIPTextConfig(**TEXT)).eval()
 
 
 def of_type(model_type: str) -> PreTrainedModel:
-    return AutoModel.from_config(AutoConfig.for_model(model_type, **SMALL))
+    return AutoModel.from_config(AutoConfig.for_model(model_type, **TEXT))
 
 
 def masking_nothing() -> PreTrainedModel:
@@ -160,12 +159,12 @@ REFUSED: list[tuple[Any, dict[str, Any], str]] = [
     (blenderbot, {}, r'does not know BlenderbotModel \(model type "blenderbot"\)'),
     (lambda: blenderbot().encoder, {}, r'does not know BlenderbotEncoder \(model type "blenderbot"\)'),
     (
-        lambda: BigBirdModel(BigBirdConfig(**SMALL)),
+        lambda: BigBirdModel(BigBirdConfig(**TEXT)),
         {},
         "does not serve .* has a sparse attention of its own.* without transformers' AttentionInterface. Leave this",
     ),
     (
-        lambda: XLNetModel(XLNetConfig(**SMALL, d_head=16)),
+        lambda: XLNetModel(XLNetConfig(vocab_size=60, d_model=32, n_layer=1, n_head=2)),
         {},
         "does not dispatch its attention through .*AttentionInterface.*A newer transformers may.*`effattn models`",
     ),
@@ -175,6 +174,7 @@ REFUSED: list[tuple[Any, dict[str, Any], str]] = [
         {},
         r"does not serve BloomForCausalLM: .* computes its attention itself",
     ),
+    (clip_text, {}, r"does not serve CLIPTextModel: .* hides the future by a keyword"),
     (lambda: nn.Linear(2, 2), {}, "Linear has no attention to patch: it holds no transformers model"),
     (masking_nothing, {}, r"LlamaModel has no .* \(LlamaAttention, is_causal=True\); LlamaAttention says is_causal=F"),
     (without_its_softcap, {}, r'runs "sdpa", which drops the tanh .* Load it with attn_implementation="eager"'),
@@ -218,6 +218,7 @@ def test_a_refusal_is_short_and_leaves_the_model_as_it_was(make: Any, arguments:
         (lambda: helium(attn_implementation="i-clustered"), "HeliumAttention is causal"),
         (bert_decoder, "BertSelfAttention is causal"),
         (layoutlm, "does not serve LayoutLMSelfAttention"),
+        (clip_text, r"does not serve CLIP\w+: .* hides the future by a keyword"),
     ],
 )
 def test_a_refusal_by_transformers_switch_is_short(make: Any, message: str) -> None:
@@ -240,7 +241,7 @@ def test_loading_a_causal_model_outside_the_table(tmp_path: Path) -> None:
 @pytest.mark.parametrize("model_type", ["cst", "clusterformer"])
 def test_our_own_models_are_efficient_as_they_are(model_type: str, head: Any) -> None:
     """They were told to keep SDPA, which they do not call."""
-    config = AutoConfig.for_model(model_type, **SMALL, is_decoder=head is AutoModelForCausalLM)
+    config = AutoConfig.for_model(model_type, **TEXT, is_decoder=head is AutoModelForCausalLM)
     model = head.from_config(config).eval()
     for ask in (hf_effattn.report, hf_effattn.calibrate, hf_effattn.patch_attention):
         arguments = ("clustered",) if ask is hf_effattn.patch_attention else ({"input_ids": torch.arange(40)[None]},)
@@ -253,16 +254,6 @@ def test_our_own_models_are_efficient_as_they_are(model_type: str, head: Any) ->
 def test_a_name_is_no_model() -> None:
     with pytest.raises(TypeError, match="must be a transformers model, got str"):
         hf_effattn.patch_attention("bert-base-uncased", "clustered")
-
-
-def test_windows_in_all_layers_leave_nothing_to_approximate() -> None:
-    model = tiny_model("modernbert")
-    for layer in model.layers:  # older transformers refuse a configuration that says so
-        layer.attn.sliding_window = 4
-    with pytest.raises(ValueError, match="all its layers see a sliding window only"):
-        hf_effattn.patch_attention(model, "clustered", layers=[0])
-    with pytest.warns(UserWarning, match="approximate nothing: all layers of ModernBertModel see a sliding window"):
-        hf_effattn.patch_attention(model, "clustered")
 
 
 def test_patching_again_replaces(attended: list[str]) -> None:
@@ -281,22 +272,16 @@ def test_patching_again_replaces(attended: list[str]) -> None:
     assert torch.equal(encoded(model, batch), exact)
 
 
-def test_unpatching_what_was_never_patched_changes_nothing() -> None:
+def test_a_switch_of_the_user_is_kept_when_unpatching() -> None:
+    """Of a model that was never patched, or in between."""
     model = tiny_model("bert", attn_implementation="eager")
     config = model.config.to_dict()
     assert hf_effattn.unpatch_attention(model) is model
+    hf_effattn.patch_attention(model, "clustered").set_attn_implementation("eager")
+    hf_effattn.unpatch_attention(model)
     assert model.config._attn_implementation == "eager"
     assert model.config.to_dict() == config
     assert hf_effattn.unpatch_attention(helium()).config._attn_implementation == "sdpa"
-
-
-def test_switched_away_and_unpatched() -> None:
-    """A user's own switch in between is kept."""
-    model = hf_effattn.patch_attention(tiny_model("bert"), "clustered")
-    model.set_attn_implementation("eager")
-    hf_effattn.unpatch_attention(model)
-    assert model.config._attn_implementation == "eager"
-    assert not hasattr(model.config, "effattn")
 
 
 def test_what_transformers_loaded_exactly_is_unpatched_too(tmp_path: Path) -> None:
@@ -311,7 +296,7 @@ def test_what_transformers_loaded_exactly_is_unpatched_too(tmp_path: Path) -> No
 
 def test_a_patch_that_changes_nothing_is_told() -> None:
     """Below its min_length a method leaves every input to exact attention, and this model takes no longer one."""
-    llama = AutoConfig.for_model("llama", **SMALL, max_position_embeddings=128)
+    llama = AutoConfig.for_model("llama", **TEXT | {"max_position_embeddings": 128})
     with pytest.warns(UserWarning, match='takes at most 64 tokens, and "clustered" .* starts at 1,.*min_length=0'):
         model = hf_effattn.patch_attention(tiny_model("bert"), "clustered", clusters=4)
     assert model.config.effattn["clusters"] == 4
@@ -360,3 +345,76 @@ def test_a_warning_that_is_an_error_leaves_the_model_as_it_was(tmp_path: Path) -
             hf_effattn.patch_attention(model, "clustered", clusters=4, min_length=0)
     assert model.config.effattn["method"] == "cst"
     assert model.hf_effattn_cst.token_positions.any()
+
+
+I_CLUSTERED = {"method": "i-clustered", "clusters": 6, "exact_keys": 48, "min_length": 0}
+
+
+def small_model(patched: str | None) -> PreTrainedModel:
+    """A small random model: one whose classes a patch exchanges, or a decoder, perhaps patched."""
+    if patched == "longformer":
+        return tiny_exchanged.make_model("longformer")
+    model = tiny_decoders.make_model("gpt2")
+    if patched == "cst":
+        hf_effattn.patch_attention(model, "cst", slice_length=8)
+    elif patched is not None:
+        settings: dict[str, Any] = {**I_CLUSTERED, "segment_length": 8, "window": 0}
+        hf_effattn.patch_attention(model, **settings)
+    return model
+
+
+def state(model: PreTrainedModel) -> list[Any]:
+    """All that a module has, with the identity of what is in it, and the config."""
+    found: list[Any] = [copy.deepcopy(model.config.to_dict()), model.config._attn_implementation]
+    for module in model.modules():
+        found.append(type(module))
+        for name, value in vars(module).items():
+            entries = list(value.items()) if isinstance(value, dict) else value
+            found.append((name, [(key, id(entry)) for key, entry in entries] if entries is not value else id(value)))
+        found.append([(key, id(hook)) for key, hook in module._forward_pre_hooks.items()])
+    return found
+
+
+@pytest.mark.parametrize(
+    ("patched", "candidate"), [(None, "i-clustered"), ("i-clustered", "cst"), ("cst", "i-clustered"), ("cst", "cst")]
+)
+def test_a_report_leaves_the_model_as_it_was(patched: str | None, candidate: str) -> None:
+    model = small_model(patched)
+    before = state(model)
+    method: dict[str, Any] = I_CLUSTERED if candidate != "cst" else {"method": "cst", "slice_length": 4}
+    hf_effattn.report(model, {"input_ids": torch.arange(100)[None] % 60}, [method], repeats=1, progress=False)
+    assert state(model) == before
+
+
+@pytest.mark.parametrize(
+    ("patched", "to"), [(None, "i-clustered"), ("cst", "i-clustered"), ("cst", "cst"), ("longformer", "exact")]
+)
+def test_a_patch_that_fails_leaves_the_model_as_it_was(
+    patched: str | None, to: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def fail(*args: Any) -> None:
+        raise RuntimeError("disk on fire")
+
+    model = small_model(patched)
+    before = state(model)
+    monkeypatch.setattr(patch, "write_stored", fail)
+    settings: dict[str, Any] = {"cst": {"method": "cst", "slice_length": 4}, "exact": {"method": "exact"}}
+    with pytest.raises(RuntimeError, match="disk on fire"):
+        hf_effattn.patch_attention(model, **settings.get(to, I_CLUSTERED))
+    assert state(model) == before
+
+
+def test_a_failure_in_the_second_of_two_encoders_leaves_the_first(monkeypatch: pytest.MonkeyPatch) -> None:
+    model = VisionTextDualEncoderModel(vision_model=tiny_model("vit"), text_model=tiny_model("bert")).eval()
+    before, write, calls = state(model), patch.write_stored, []
+
+    def fail_the_second_time(*args: Any) -> Any:
+        calls.append(args)
+        if len(calls) == 2:
+            raise RuntimeError("disk on fire")
+        return write(*args)
+
+    monkeypatch.setattr(patch, "write_stored", fail_the_second_time)
+    with pytest.raises(RuntimeError, match="disk on fire"):
+        hf_effattn.patch_attention(model, "clustered", clusters=4, min_length=0)
+    assert state(model) == before

@@ -1,5 +1,6 @@
-"""Where the method does not apply, the output is transformers' own, bit for bit."""
+"""Where the method does not apply, the output is transformers' own, bit for bit; weights are those that were used."""
 
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -19,6 +20,7 @@ from support.tiny_models import (
     tiny_model,
 )
 from transformers import (
+    AutoModel,
     DynamicCache,
     EncoderDecoderCache,
     WhisperForConditionalGeneration,
@@ -176,3 +178,73 @@ def test_mask_function_is_dense_for_other_rules_and_other_models() -> None:
     expected = mask[:, None, None].expand(2, 1, 40, 40)
     assert torch.equal(added == 0, expected)
     assert (added[~expected] == torch.finfo(torch.float32).min).all()
+
+
+def attentions(model: Any, batch: Any, *, of_decoder: bool = False) -> tuple[torch.Tensor, ...]:
+    """Of the encoder, and of a decoder beside it."""
+    output = model(**batch.inputs, output_attentions=True)
+    if model.config.model_type not in WITH_DECODER:
+        return output.attentions
+    beside = (*output.decoder_attentions, *output.cross_attentions) if of_decoder else ()
+    return (*output.encoder_attentions, *beside)
+
+
+@pytest.mark.slow_except("*-bi-clustered", "bert-*")
+@pytest.mark.parametrize("method", APPROXIMATIONS)
+@pytest.mark.parametrize("model_type", mostly_slow(MODEL_TYPES))
+def test_rows_sum_to_one_masked_keys_have_none_and_asking_changes_no_output(model_type: str, method: str) -> None:
+    model = hf_effattn.patch_attention(tiny_model(model_type), method, **SMALL_SETTINGS[method])
+    batch = batch_for(model, padding="right")
+    assert torch.equal(encoded(model, batch, output_attentions=True), encoded(model, batch))
+    matrices = attentions(model, batch)
+    assert len(matrices) == 3
+    for matrix in matrices:
+        sums = matrix.sum(-1)
+        if batch.counts is None:
+            torch.testing.assert_close(sums, torch.ones_like(sums))
+        else:
+            counts = batch.counts[:, None].expand(sums.shape)
+            torch.testing.assert_close(sums[counts], torch.ones_like(sums[counts]))
+            assert (matrix.transpose(2, 3)[~counts] == 0).all()
+
+
+@pytest.mark.slow_except("bert-*", "*-right", "vit-*")
+@pytest.mark.parametrize(("model_type", "padding"), mostly_slow(MODEL_TYPES_AND_PADDINGS))
+def test_exact_layers_return_exact_weights(model_type: str, padding: str | None) -> None:
+    """Short inputs and unpatched layers run SDPA, which gives no weights; ours are those of eager attention."""
+    model = tiny_model(model_type)
+    batch = batch_for(model, padding=padding)
+    model.set_attn_implementation("eager")
+    expected = attentions(model, batch, of_decoder=True)
+    model.set_attn_implementation("sdpa")
+    hf_effattn.patch_attention(model, "i-clustered")
+    actual = attentions(model, batch, of_decoder=True)
+    assert len(actual) == len(expected)
+    for one, other in zip(actual, expected, strict=True):
+        if batch.counts is not None and one.shape[2] == batch.counts.shape[1]:
+            # A padded query of a sliding window may see no key: 0 here, anything in eager.
+            counts = batch.counts[:, None, :, None]
+            one, other = one * counts, other * counts
+        torch.testing.assert_close(one, other)
+
+
+def test_a_config_that_asks_for_them_is_refused(tmp_path: Path) -> None:
+    """transformers saves such a config with eager attention only, so a patched model could not be saved."""
+    model = tiny_model("bert", attn_implementation="eager", output_attentions=True)
+    config = model.config.to_dict()
+    with pytest.raises(ValueError, match=r"saves no patched model. Leave it out of .*output_attentions = False"):
+        hf_effattn.patch_attention(model, "clustered", **FORCED)
+    assert model.config.to_dict() == config
+    assert len(model(**batch_for(model).inputs).attentions) == 3
+    model.config.output_attentions = False
+    hf_effattn.patch_attention(model, "clustered", **FORCED).save_pretrained(tmp_path)
+    assert len(attentions(model, batch_for(model))) == 3
+    with pytest.raises(ValueError, match="Leave it out of from_pretrained"):
+        hf_effattn.from_pretrained(AutoModel, tmp_path, output_attentions=True)
+
+
+def test_weights_in_training_are_before_dropout() -> None:
+    model = tiny_model("bert", attention_probs_dropout_prob=0.5).train()
+    hf_effattn.patch_attention(model, "i-clustered", topk=8, **FORCED)
+    for matrix in attentions(model, batch_for(model)):
+        torch.testing.assert_close(matrix.sum(-1), torch.ones(2, 2, 40))

@@ -1,15 +1,17 @@
-"""Settings of the methods, and `Method.run` on plain tensors."""
+"""Settings of the methods, and `Method.run` on plain tensors, those of no texts among them."""
 
 import dataclasses
 import json
 from itertools import product
+from typing import Any
 
 import numpy as np
 import pytest
 import torch
 import torch.nn.functional as F
 from support.cst_conversions import small_model
-from support.tiny_models import SMALL_SETTINGS, WITH_OWN_TESTS
+from support.tiny_models import LENGTH, SMALL_SETTINGS, WITH_OWN_TESTS, tiny_model
+from transformers import AttentionInterface
 
 import hf_effattn
 from hf_effattn.ops import (
@@ -22,7 +24,7 @@ from hf_effattn.ops import (
 )
 from hf_effattn.ops.cluster_queries import DEFAULT_BITS, DEFAULT_ITERATIONS
 from hf_effattn.patching.methods import METHODS as EVERY_METHOD
-from hf_effattn.patching.methods import make_method
+from hf_effattn.patching.methods import Method, make_method
 from hf_effattn.patching.methods.crossover import CROSSOVER, crossover_length
 
 SMALL = {"clustered": {}, "i-clustered": {"topk": 6}, "bi-clustered": {"topk": 6, "key_clusters": 7}}
@@ -79,17 +81,11 @@ def test_names_and_defaults() -> None:
     }
 
 
-@pytest.mark.parametrize(
-    ("method", "settings", "expected"),
-    [
-        ("i-clustered", {"clusters": 200}, 2048),
-        ("bi-clustered", {"clusters": 32}, 2048),
-        ("bi-clustered", {"clusters": 33}, 64 * 33),
-        ("bi-clustered", {"clusters": 200, "fit_queries": 17}, 17),
-    ],
-)
-def test_bi_clustered_is_fitted_on_more_queries_of_more_clusters(method: str, settings: dict, expected: int) -> None:
-    assert make_method(method, **settings).fitted_queries == expected
+def test_bi_clustered_is_fitted_on_more_queries_of_more_clusters() -> None:
+    assert make_method("i-clustered", clusters=200).fitted_queries == 2048
+    assert make_method("bi-clustered", clusters=32).fitted_queries == 2048
+    assert make_method("bi-clustered", clusters=33).fitted_queries == 64 * 33
+    assert make_method("bi-clustered", clusters=200, fit_queries=17).fitted_queries == 17
 
 
 @pytest.mark.parametrize("method", METHODS)
@@ -193,13 +189,6 @@ def test_no_length_is_the_default_of_a_causal_form_that_was_not_timed(method: st
     for row, shortest in (([0, 0], None), ([0, 1], 2000)):
         per_head = make_method("per-head", causal=True, candidates=candidates, heads=[row])
         assert per_head.shortest_length(device, causal=True) == shortest
-
-
-@pytest.mark.parametrize("method", METHODS)
-def test_dearer_settings_need_longer_inputs(method: str) -> None:
-    lengths = [make_method(method, clusters=clusters).shortest_length("cpu") for clusters in (10, 100, 300, 3000)]
-    assert lengths == sorted(lengths)
-    assert lengths[0] < lengths[-1]
 
 
 @pytest.mark.parametrize(("model_type", "setting"), [("bert", "exact_keys"), ("gpt2", "topk")])
@@ -316,16 +305,6 @@ def test_predicted_error_follows_the_scale() -> None:
     assert torch.stack(decided).sum(dim=0).unique().numel() > 1
 
 
-@pytest.mark.parametrize("masked", [False, True])
-def test_run_method_falls_back_to_exact_attention(masked: bool) -> None:
-    query, key, value = tensors()
-    mask = left_padded() if masked else None
-    dense = None if mask is None else mask[:, None, None, :]
-    exact = F.scaled_dot_product_attention(query, key, value, attn_mask=dense, scale=0.7)
-    for settings in (make_method("i-clustered"), make_method("clustered", clusters=30, min_length=0)):
-        assert torch.equal(settings.run(query, key, value, key_mask=mask, scale=0.7), exact)
-
-
 @pytest.mark.parametrize("method", METHODS)
 def test_labels_carry_no_gradient_and_the_rest_does(method: str) -> None:
     query, key, value = (tensor.requires_grad_() for tensor in tensors())
@@ -363,3 +342,74 @@ def test_check_finite_is_opt_in() -> None:
     checked = make_method("i-clustered", clusters=5, topk=6, min_length=0, check_finite=True)
     with pytest.raises(ValueError, match="not finite: look for an overflow"):
         checked.run(query, key, value)
+
+
+LOCAL = {"segment_length": 4, "window": 4, "min_length": 0}
+OF_DECODERS: dict[str, dict[str, Any]] = {
+    "clustered": LOCAL | {"clusters": 6},
+    "i-clustered": LOCAL | {"clusters": 6, "exact_keys": 8},
+    "bi-clustered": LOCAL | {"exact_keys": 8, "key_clusters": 4},
+}
+CANDIDATES = [{"method": name, **settings} for name, settings in SMALL_SETTINGS.items()]
+EXACT = len(CANDIDATES)
+# Of two heads: every candidate, exact heads beside one, and alone.
+ROWS = [[0, 1], [2, EXACT], [EXACT, EXACT]]
+
+
+def methods(causal: bool) -> list[Method]:
+    settings = OF_DECODERS if causal else SMALL_SETTINGS
+    candidates = [{"method": name, **own} for name, own in settings.items()]
+    found = [make_method(name, causal=causal, **own) for name, own in settings.items()]
+    found.append(make_method("bi-clustered", causal=causal, **settings["bi-clustered"], tolerance=0.1))
+    rows = [make_method("per-head", causal=causal, candidates=candidates, heads=[row], min_length=0) for row in ROWS]
+    return [*found, *rows]
+
+
+PATCHES: dict[str, dict[str, Any]] = SMALL_SETTINGS | {
+    "per-head": {"candidates": CANDIDATES, "heads": ROWS, "min_length": 0},
+    "cst": {"slice_length": 8, "min_length": 0},
+}
+
+
+def outcome(model: torch.nn.Module) -> Any:
+    """What comes of a forward pass on no texts: the size of the output, or the error."""
+    try:
+        return model(input_ids=torch.zeros(0, LENGTH, dtype=torch.long)).last_hidden_state.shape
+    except RuntimeError as error:
+        return str(error)
+
+
+def check_no_rows(method: Method, group: int, *, compiled: bool = False, **options: Any) -> None:
+    inputs = [torch.zeros(0, heads, 23, 8, requires_grad=True) for heads in (2 * group, 2, 2)]
+    run = torch.compile(method.run, fullgraph=True, backend="eager") if compiled else method.run
+    with torch.no_grad():
+        assert run(*inputs, **options).shape == inputs[0].shape
+    gradients = torch.autograd.grad(run(*inputs, **options).sum(), inputs)
+    assert [one.shape for one in gradients] == [one.shape for one in inputs]
+
+
+@pytest.mark.parametrize(("group", "masked"), [(1, False), (2, True)])
+@pytest.mark.parametrize("causal", [False, True])
+def test_methods_give_no_rows(causal: bool, group: int, masked: bool) -> None:
+    options: dict[str, Any] = {"key_mask": torch.ones(0, 23, dtype=torch.bool) if masked else None, "causal": causal}
+    for method in methods(causal):
+        check_no_rows(method, group, **options)
+        assert method.weights(torch.zeros(0, 2, 23, 8), torch.zeros(0, 2, 23, 8), **options).shape == (0, 2, 23, 23)
+
+
+def test_a_compiled_graph_gives_no_rows() -> None:
+    """There queries and keys are grouped step by step."""
+    mask = torch.ones(0, 23, dtype=torch.bool)
+    check_no_rows(make_method("bi-clustered", **SMALL_SETTINGS["bi-clustered"]), 2, compiled=True, key_mask=mask)
+
+
+@pytest.mark.parametrize("name", PATCHES)
+def test_a_patched_model_does_what_the_exact_one_does(name: str) -> None:
+    """Both refuse, before attention: transformers' projections ask torch how many heads no text has."""
+    model = tiny_model("bert")
+    exact = outcome(model)
+    hf_effattn.patch_attention(model, name, **PATCHES[name])
+    assert outcome(model) == exact
+    query, key, value = (torch.zeros(0, 2, LENGTH, 16) for _ in range(3))
+    output, _ = AttentionInterface()[name](model.encoder.layer[0].attention.self, query, key, value, None)
+    assert output.shape == (0, LENGTH, 2, 16)

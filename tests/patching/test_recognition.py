@@ -8,13 +8,13 @@ from typing import Any
 
 import pytest
 import torch
-from support import tiny_decoders
-from support.tiny_models import SMALL_SETTINGS, TEXT, batch_for, encoded, tiny_model
+from support import tiny_decoders, tiny_exchanged
+from support.tiny_exchanged import output_of
+from support.tiny_models import SMALL_SETTINGS, batch_for, encoded, tiny_model
 from torch import nn
 from torch.distributed.fsdp import FSDPModule, fully_shard
-from transformers import CONFIG_MAPPING, AttentionInterface, AutoConfig, AutoModel
+from transformers import CONFIG_MAPPING, AttentionInterface
 from transformers.models.bert.modeling_bert import BertSelfAttention
-from transformers.models.pixtral.modeling_pixtral import PixtralVisionModel
 from transformers.models.t5.modeling_t5 import T5Attention
 
 import hf_effattn
@@ -24,31 +24,22 @@ from hf_effattn.patching.module_patch import RECORD
 
 BI = SMALL_SETTINGS["bi-clustered"]
 CAUSAL = {"exact_keys": 24, "key_clusters": 2, "segment_length": 8, "window": 8, "min_length": 0}
-SLICES = {"slice_length": 8}
-T5 = {"vocab_size": 60, "d_model": 32, "d_kv": 16, "num_heads": 2, "num_layers": 3, "d_ff": 48}
 # Models whose modules keep their classes, or exchange them for a patch's.
-CASES: dict[str, tuple[str, dict[str, Any], dict[str, Any]]] = {
-    "bert": ("bi-clustered", TEXT, BI),
-    "llama": ("bi-clustered", tiny_decoders.GROUPED, CAUSAL),
-    "bert-cst": ("cst", TEXT, SLICES),
-    "t5": ("exact", T5, {}),
-    "mpnet": ("exact", TEXT, {}),
-    "longformer": ("exact", TEXT | {"attention_window": 4}, {}),
+CASES: dict[str, tuple[str, dict[str, Any]]] = {
+    "bert": ("bi-clustered", BI),
+    "llama": ("bi-clustered", CAUSAL),
+    "bert-cst": ("cst", {"slice_length": 8}),
+    "t5": ("exact", {}),
+    "mpnet": ("exact", {}),
+    "longformer": ("exact", {}),
 }
 BESIDE = ("MPNetEncoder",)  # which a patch gives another class, too
 
 
 def make_model(case: str) -> Any:
-    torch.manual_seed(0)
-    return AutoModel.from_config(AutoConfig.for_model(case.removesuffix("-cst"), **CASES[case][1])).eval()
-
-
-def output_of(model: Any) -> torch.Tensor:
-    inputs = {"input_ids": torch.randint(5, 60, (2, 40), generator=torch.Generator().manual_seed(1))}
-    if model.config.is_encoder_decoder:
-        inputs["decoder_input_ids"] = inputs["input_ids"][:, :4]
-    with torch.no_grad():
-        return model(**inputs)[0]
+    if case in tiny_exchanged.SIZES:
+        return tiny_exchanged.make_model(case)
+    return tiny_decoders.make_model("llama").model if case == "llama" else tiny_model("bert")
 
 
 def shard(model: Any) -> None:
@@ -71,7 +62,7 @@ def shard(model: Any) -> None:
 )
 def test_sharded_attention_is_patched_and_given_back(case: str, first: str) -> None:
     """`fully_shard` gives each module that it is called with a subclass of its class."""
-    method, _, settings = CASES[case]
+    method, settings = CASES[case]
     exact = make_model(case)
     patched = hf_effattn.patch_attention(copy.deepcopy(exact), method, **settings)
     expected, before = output_of(patched), output_of(exact)
@@ -97,20 +88,6 @@ def test_sharded_attention_is_patched_and_given_back(case: str, first: str) -> N
     assert not ours
     if first == "shard":
         assert [type(module) for module in model.modules()] == classes
-
-
-@pytest.mark.usefixtures("one_process")
-def test_pixtral_stays_sharded_when_it_is_patched() -> None:
-    sizes = {"hidden_size": 32, "num_hidden_layers": 1, "num_attention_heads": 2, "intermediate_size": 48}
-    model = AutoModel.from_config(AutoConfig.for_model("pixtral", image_size=32, patch_size=4, **sizes))
-    fully_shard(model)
-    kind = type(model)
-    hf_effattn.patch_attention(model, "exact")
-    assert type(model) is not kind
-    assert isinstance(model, FSDPModule)
-    assert isinstance(model, PixtralVisionModel)
-    hf_effattn.unpatch_attention(model)
-    assert type(model) is kind
 
 
 class Inheriting(BertSelfAttention):
@@ -260,7 +237,7 @@ class InheritingT5(T5Attention):
 
 def test_a_subclass_of_attention_that_a_patch_exchanges_runs_the_patch() -> None:
     plain, model = make_model("t5"), make_model("t5")
-    changed = [block.layer[0].SelfAttention for block in model.encoder.block]
+    changed = [block.layer[0].SelfAttention for block in model.block]
     for module in changed:
         module.__class__ = InheritingT5
     expected = output_of(hf_effattn.patch_attention(plain, "exact"))
@@ -268,7 +245,7 @@ def test_a_subclass_of_attention_that_a_patch_exchanges_runs_the_patch() -> None
     assert torch.equal(output_of(model), expected)
     kinds = {type(module) for module in changed}
     assert len(kinds) == 1
-    assert issubclass(kinds.pop(), type(plain.encoder.block[0].layer[0].SelfAttention))
+    assert issubclass(kinds.pop(), type(plain.block[0].layer[0].SelfAttention))
     hf_effattn.unpatch_attention(model)
     assert {type(module) for module in changed} == {InheritingT5}
 

@@ -11,25 +11,13 @@ import pytest
 import torch
 import transformers
 from packaging.version import Version
-from support import tiny_vision_language
+from support import tiny_exchanged, tiny_vision_language
+from support.tiny_decoders import COMMON
 from transformers import AutoConfig, AutoModel, AutoModelForCausalLM, PreTrainedModel
 
 import hf_effattn
 
-SIZES: dict[str, Any] = {
-    "vocab_size": 60,
-    "hidden_size": 32,
-    "num_hidden_layers": 2,
-    "num_attention_heads": 4,
-    "intermediate_size": 48,
-    "max_position_embeddings": 64,
-    "initializer_range": 0.25,
-}
-ADD_BIASES: dict[str, dict[str, Any]] = {
-    "mpnet": SIZES,
-    "t5": {"vocab_size": 60, "d_model": 32, "d_kv": 8, "d_ff": 48, "num_layers": 2, "num_heads": 4},
-    "umt5": {"vocab_size": 60, "d_model": 32, "d_kv": 8, "d_ff": 48, "num_layers": 2, "num_heads": 4},
-}
+SIZES = COMMON | {"num_hidden_layers": 2}
 
 
 def make_model(
@@ -98,16 +86,15 @@ def test_a_decoder_outside_the_table_does_not_see_the_future() -> None:
     assert torch.equal(after[:, :-1], before[:, :-1])
 
 
-@pytest.mark.parametrize("method", ["bi-clustered", "exact"])
 @pytest.mark.parametrize(
-    ("model_type", "sizes"),
+    ("model_type", "method", "sizes"),
     [
-        ("bloom", {"vocab_size": 60, "hidden_size": 32, "n_layer": 2, "n_head": 4}),
-        ("mpt", {"vocab_size": 60, "d_model": 32, "n_layers": 2, "n_heads": 4}),
+        ("bloom", "exact", {"vocab_size": 60, "hidden_size": 32, "n_layer": 2, "n_head": 4}),
+        ("mpt", "bi-clustered", {"vocab_size": 60, "d_model": 32, "n_layers": 2, "n_heads": 4}),
     ],
 )
 @torch.no_grad()
-def test_types_known_not_to_be_served_are_refused(model_type: str, sizes: dict[str, Any], method: str) -> None:
+def test_types_known_not_to_be_served_are_refused(model_type: str, method: str, sizes: dict[str, Any]) -> None:
     """They would have seen the future: no mask says to a method that nothing later is seen."""
     model = make_model(model_type, AutoModelForCausalLM, switched=method, **sizes)
     with pytest.raises(ValueError, match=f'"{method}" does not serve .*Model: its model type "{model_type}" computes'):
@@ -115,16 +102,13 @@ def test_types_known_not_to_be_served_are_refused(model_type: str, sizes: dict[s
 
 
 @pytest.mark.parametrize(("texts", "method"), [(1, "bi-clustered"), (3, "exact")])
-@pytest.mark.parametrize("model_type", ADD_BIASES)
+@pytest.mark.parametrize("model_type", ["mpnet", "t5", "umt5"])
 @torch.no_grad()
 def test_padding_is_not_seen_where_biases_are_added(model_type: str, texts: int, method: str) -> None:
     """Unpatched, and patched beside it."""
     given = inputs(texts)
     real = given["attention_mask"].bool()
-    sizes = ADD_BIASES[model_type]
-    exact_model, model = (make_model(model_type, switched=switched, **sizes) for switched in ("eager", method))
-    if model.config.is_encoder_decoder:
-        exact_model, model = exact_model.get_encoder(), model.get_encoder()
+    exact_model, model = (tiny_exchanged.make_model(model_type, attn_implementation=one) for one in ("eager", method))
     exact = exact_model(**given).last_hidden_state
     torch.testing.assert_close(model(**given).last_hidden_state[real], exact[real], rtol=1e-5, atol=1e-5)
     hf_effattn.patch_attention(model, method)

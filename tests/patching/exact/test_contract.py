@@ -13,28 +13,22 @@ import hf_effattn
 from hf_effattn.patching.model_types.stacks import find_stacks
 
 from . import (
-    test_disentangled,
-    test_longformer,
     test_own_attention,
-    test_parakeet,
     test_pixtral,
-    test_privacy_filter,
     test_relative_bias,
+    test_sinks,
     test_softcap,
-    test_wav2vec2_distances,
+    test_speech,
     test_windows,
 )
 from .contract import EQUAL, METHOD, Kind, classes_of_ours, implementations, record, with_dropout
 
 KINDS: list[Kind] = [
-    *test_parakeet.KINDS,
-    *test_wav2vec2_distances.KINDS,
+    *test_speech.KINDS,
     *test_relative_bias.KINDS,
-    *test_disentangled.KINDS,
     *test_own_attention.KINDS,
-    *test_longformer.KINDS,
     *test_pixtral.KINDS,
-    *test_privacy_filter.KINDS,
+    *test_sinks.KINDS,
     *test_softcap.KINDS,
     *test_windows.KINDS,
 ]
@@ -224,14 +218,8 @@ def test_a_trace_is_of_transformers_code(kind: Kind) -> None:
     kind.near.check([last[seen]], [expected[0][seen]])
 
 
-@pytest.mark.parametrize(
-    "kind",
-    [
-        pytest.param(kind, id=kind.name, marks=slow_if(kind.slow or kind.compiled != "eager"))
-        for kind in KINDS
-        if kind.compiled
-    ],
-)
+@pytest.mark.slow_except("gemma2", "pixtral, one group")
+@each_kind(lambda kind: kind.compiled)
 def test_a_compiled_model_gives_the_same(kind: Kind) -> None:
     """And the same gradients, unless the backend is no compiler."""
     model, inputs = kind.patched(**kind.compiled_as), kind.inputs()

@@ -5,6 +5,7 @@ from typing import Any
 
 import pytest
 import torch
+from support.tiny_decoders import GROUPED
 from transformers import AutoConfig, AutoModel, AutoModelForImageTextToText, PreTrainedModel
 from transformers.models.pixtral import modeling_pixtral
 
@@ -25,16 +26,7 @@ VISION: dict[str, Any] = {
     "image_size": 64,
     "initializer_range": 0.2,
 }
-TEXT: dict[str, Any] = {
-    "vocab_size": 60,
-    "hidden_size": 32,
-    "num_hidden_layers": 2,
-    "num_attention_heads": 2,
-    "num_key_value_heads": 1,
-    "intermediate_size": 48,
-    "head_dim": 16,
-    "initializer_range": 0.2,
-}
+TEXT = GROUPED | {"num_hidden_layers": 2}
 TOGETHER: dict[str, dict[str, Any]] = {
     "mistral3": {"text_config": TEXT | {"model_type": "mistral"}, "image_token_index": 50, "spatial_merge_size": 2},
     "lighton_ocr": {"text_config": TEXT | {"model_type": "qwen3"}, "image_token_id": 50, "spatial_merge_size": 2},
@@ -50,9 +42,9 @@ SIZES = [(32, 24), (16, 16), (8, 16), (32, 32), (12, 8)]
 PATCHES = [48, 16, 8, 64, 6]
 
 
-def make_tower() -> PreTrainedModel:
+def make_tower(**changes: Any) -> PreTrainedModel:
     torch.manual_seed(0)
-    return AutoModel.from_config(AutoConfig.for_model(**VISION)).eval()
+    return AutoModel.from_config(AutoConfig.for_model(**VISION | changes)).eval()
 
 
 def images(count: int = len(SIZES)) -> dict[str, torch.Tensor]:
@@ -92,7 +84,7 @@ def masks(monkeypatch: pytest.MonkeyPatch) -> list[list[int]]:
 
 def encoded(model: Any, inputs: dict[str, torch.Tensor]) -> tuple[torch.Tensor, ...]:
     found = model(**inputs, output_hidden_states=True)
-    assert len(found.hidden_states) == LAYERS + 1
+    assert len(found.hidden_states) == model.config.num_hidden_layers + 1
     return (*found.hidden_states, found.last_hidden_state)
 
 
@@ -113,6 +105,7 @@ def weigh(model: Any) -> list[torch.Tensor]:
 
 
 ONCE: dict[str, Any] = {"auto": AutoModel, "bfloat16": 1.1, "compiled": "eager"}
+ONCE["compiled_as"] = {"num_hidden_layers": 1}
 KINDS = [
     Kind(
         f"pixtral, {name}",
