@@ -7,6 +7,7 @@ names others, in those, too. A new release that changes one fails here, with the
 
 import inspect
 import math
+from collections.abc import Callable
 from typing import Any
 
 import pytest
@@ -40,24 +41,32 @@ def tiny(model_type: str, **settings: Any) -> Any:
     return AutoModel.from_config(AutoConfig.for_model(model_type, **TINY | WIDTH | settings)).eval()
 
 
+def register(name: str, note: Callable[[Any, dict[str, Any]], None]) -> None:
+    """Exact attention under a name, which notes the mask and the keywords that it is called with."""
+
+    def attend(module: nn.Module, query: Any, key: Any, value: Any, attention_mask: Any, **kwargs: Any) -> Any:
+        note(attention_mask, kwargs)
+        return F.scaled_dot_product_attention(query, key, value).transpose(1, 2), None
+
+    AttentionInterface.register(name, attend)
+
+
 # Masks of transformers
 
 
 @pytest.mark.parametrize(
-    "factory", [sliding_window_overlay, sliding_window_bidirectional_overlay], ids=lambda one: one.__name__
+    "factory",
+    [
+        sliding_window_overlay,
+        sliding_window_bidirectional_overlay,
+        lambda size: chunked_overlay(size, torch.zeros(1, dtype=torch.int64)),  # of Llama 4
+    ],
 )
-def test_windows_of_one_factory_share_code_and_hold_their_width_first(factory: Any) -> None:
+def test_windows_and_chunks_of_one_factory_share_code_and_hold_their_width_first(factory: Any) -> None:
     """transformers/masking_utils.py. `patching/exact/windows.py` tells a window from other masks so."""
     narrow, wide = factory(3), factory(5)
     assert narrow.__code__ is wide.__code__
     assert [mask.__closure__[0].cell_contents for mask in (narrow, wide)] == [3, 5]
-
-
-def test_chunks_hold_their_length_first() -> None:
-    """transformers/masking_utils.py, Llama 4's chunks. Read by `patching/exact/windows.py`."""
-    first, second = (chunked_overlay(size, torch.zeros(1, dtype=torch.int64)) for size in (4, 8))
-    assert first.__code__ is second.__code__
-    assert [mask.__closure__[0].cell_contents for mask in (first, second)] == [4, 8]
 
 
 @pytest.mark.parametrize("join", [and_masks, or_masks], ids=lambda one: one.__name__)
@@ -102,12 +111,7 @@ def test_the_eager_mask_is_added_to_scores() -> None:
 def test_an_attention_function_gets_padding_only_beside_a_mask_function_of_its_name(has_mask_function: bool) -> None:
     """`_preprocess_mask_arguments` of transformers/masking_utils.py; hence `interface.register` registers both."""
     name, masks = f"assumption_{has_mask_function}", []
-
-    def attend(module: nn.Module, query: Any, key: Any, value: Any, attention_mask: Any, **kwargs: Any) -> Any:
-        masks.append(attention_mask)
-        return F.scaled_dot_product_attention(query, key, value).transpose(1, 2), None
-
-    AttentionInterface.register(name, attend)
+    register(name, lambda mask, kwargs: masks.append(mask))
     if has_mask_function:
         AttentionMaskInterface.register(name, sdpa_mask)
     model = tiny("bert")
@@ -119,8 +123,11 @@ def test_an_attention_function_gets_padding_only_beside_a_mask_function_of_its_n
 # Caches, outputs and configs of transformers
 
 
-def test_a_static_cache_keeps_its_length_in_a_tensor() -> None:
-    """transformers/cache_utils.py, from 5.10 on. `padding_mask` and `"cst"` take a length that is either."""
+def test_a_static_cache_keeps_its_length_in_a_tensor_and_hands_attention_all_its_room() -> None:
+    """transformers/cache_utils.py, from 5.10 on. `padding_mask` and `"cst"` take a length that is either.
+
+    Keys beyond the prompt are zeros. The attention function cuts them off.
+    """
     model = tiny("llama", num_key_value_heads=2)
     dynamic, static = DynamicCache(config=model.config), StaticCache(config=model.config, max_cache_len=16)
     model(IDS, past_key_values=dynamic)
@@ -128,13 +135,6 @@ def test_a_static_cache_keeps_its_length_in_a_tensor() -> None:
     assert type(dynamic.get_seq_length(0)) is int
     assert isinstance(static.get_seq_length(0), torch.Tensor | int)
     assert int(static.get_seq_length(0)) == dynamic.get_seq_length(0) == IDS.shape[1]
-
-
-def test_a_static_cache_hands_attention_all_its_room() -> None:
-    """transformers/cache_utils.py: keys beyond the prompt are zeros. The attention function cuts them off."""
-    model = tiny("llama", num_key_value_heads=2)
-    static = StaticCache(config=model.config, max_cache_len=16)
-    model(IDS, past_key_values=static)
     assert static.layers[0].keys.shape[2] == 16
     assert not static.layers[0].keys[:, :, IDS.shape[1] :].any()
 
@@ -145,11 +145,10 @@ def test_gpt2_tells_its_attention_of_wanted_weights_by_the_collector_alone() -> 
 
     seen: list[Any] = []
 
-    def attend(module: nn.Module, query: Any, key: Any, value: Any, attention_mask: Any, **kwargs: Any) -> Any:
+    def note(_: Any, kwargs: dict[str, Any]) -> None:
         seen.append((kwargs.get("output_attentions"), "attentions" in (_active_collector.get() or ())))
-        return F.scaled_dot_product_attention(query, key, value).transpose(1, 2), None
 
-    AttentionInterface.register("assumption_collector", attend)
+    register("assumption_collector", note)
     model = tiny("gpt2", n_positions=32)
     model.config._attn_implementation = "assumption_collector"
     model(IDS, output_attentions=True)

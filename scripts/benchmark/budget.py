@@ -34,7 +34,7 @@ from hf_effattn.ops import predicted_error, query_residuals
 from hf_effattn.patching.methods import Method, make_method
 from hf_effattn.patching.methods.clustered import BiClustered
 from hf_effattn.patching.methods.per_head import PerHead
-from hf_effattn.patching.tolerance import Attended
+from hf_effattn.patching.tolerance import MethodOutput
 from hf_effattn.reporting.calibration import COVERAGE
 from hf_effattn.samples.model import load_model
 from hf_effattn.samples.texts import Book, Passages
@@ -116,7 +116,7 @@ def measure_errors(run: dict[str, Any], decoder: bool = False) -> dict[str, Any]
             of_layers.append([])
         for candidate in candidates(decoder):
             output = candidate.run(query, key, value, causal=decoder)
-            attended = Attended(query, key, value, None, None, decoder, output)
+            attended = MethodOutput(query, key, value, None, None, decoder, output)
             of_heads = {"errors": text_errors(text_squares(exact, output.transpose(1, 2), None), key.shape[1])}
             of_heads["bounds"] = attended.sampled_errors()[1].unflatten(1, (-1, group)).amax(dim=2)
             if not decoder:

@@ -42,6 +42,14 @@ def without_gradient() -> Iterator[None]:
 
 
 @pytest.fixture
+def one_process() -> Iterator[None]:
+    """A process group of one, for wrappers of models that divide them among processes."""
+    torch.distributed.init_process_group("gloo", store=torch.distributed.HashStore(), rank=0, world_size=1)
+    yield
+    torch.distributed.destroy_process_group()
+
+
+@pytest.fixture
 def attended(monkeypatch: pytest.MonkeyPatch) -> list[str]:
     """The methods that really ran, one entry per call of a method by an attention module."""
     calls: list[str] = []

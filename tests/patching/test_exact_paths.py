@@ -1,5 +1,6 @@
-"""Where the method does not apply, the output is transformers' own, bit for bit."""
+"""Where the method does not apply, the output is transformers' own, bit for bit; weights are those that were used."""
 
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -18,7 +19,12 @@ from support.tiny_models import (
     tiny_config,
     tiny_model,
 )
-from transformers import BertLMHeadModel, DynamicCache, EncoderDecoderCache, EncoderDecoderModel
+from transformers import (
+    AutoModel,
+    DynamicCache,
+    EncoderDecoderCache,
+    WhisperForConditionalGeneration,
+)
 from transformers.masking_utils import ALL_MASK_ATTENTION_FUNCTIONS, create_bidirectional_mask, sdpa_mask
 
 import hf_effattn
@@ -37,6 +43,7 @@ def window_mask(length: int, reach: int = 5) -> torch.Tensor:
     return ((index[:, None] - index).abs() <= reach).expand(2, 1, length, length)
 
 
+@pytest.mark.slow_except("bert-*", "*-additive")
 @pytest.mark.parametrize("form", ["bool", "additive"])
 # A decoder takes the mask for its cross-attention too; ESM counts its tokens.
 @pytest.mark.parametrize("model_type", mostly_slow(x for x in TEXTS if x not in (*WITH_DECODER, "esm")))
@@ -53,11 +60,10 @@ def test_dense_masks(model_type: str, form: str, attended: list[str]) -> None:
     assert attended == []
 
 
-@pytest.mark.parametrize("padding", [None, "left", "right"])
-def test_layers_that_are_not_chosen(padding: str | None, attended: list[str]) -> None:
+def test_layers_that_are_not_chosen(attended: list[str]) -> None:
     """With all but the last layer exact, the last layer's input is transformers' own."""
     model = tiny_model("bert")
-    batch = batch_for(model, padding=padding)
+    batch = batch_for(model, padding="left")
     exact = model(**batch.inputs, output_hidden_states=True).hidden_states
     hf_effattn.patch_attention(model, "clustered", layers=[2], **FORCED)
     patched = model(**batch.inputs, output_hidden_states=True).hidden_states
@@ -66,6 +72,7 @@ def test_layers_that_are_not_chosen(padding: str | None, attended: list[str]) ->
     assert attended == ["clustered"]
 
 
+@pytest.mark.slow_except("bert-*", "*-right", "vit-*")
 @pytest.mark.parametrize(("model_type", "padding"), mostly_slow(MODEL_TYPES_AND_PADDINGS))
 def test_inputs_of_no_more_tokens_than_clusters(model_type: str, padding: str | None, attended: list[str]) -> None:
     model = tiny_model(model_type)
@@ -82,12 +89,11 @@ def test_inputs_of_no_more_tokens_than_clusters(model_type: str, padding: str | 
     assert attended == []
 
 
-@pytest.mark.parametrize("padding", [None, "left", "right"])
 @pytest.mark.parametrize("model_type", WINDOWED)
-def test_sliding_window_layers(model_type: str, padding: str | None, attended: list[str]) -> None:
+def test_sliding_window_layers(model_type: str, attended: list[str]) -> None:
     """Layer 1 of the three has a window: its output is exact, given the same input."""
     model = tiny_model(model_type)
-    batch = batch_for(model, padding=padding)
+    batch = batch_for(model, padding="left")
     hf_effattn.patch_attention(model, "i-clustered", topk=8, **FORCED)
     sliding = getattr(model.layers[1], "attn" if model_type == "modernbert" else "self_attn")
     assert sliding.sliding_window is not None
@@ -102,18 +108,6 @@ def test_sliding_window_layers(model_type: str, padding: str | None, attended: l
     assert len(attended) == 2
     model.set_attn_implementation("sdpa")
     assert torch.equal(sliding(*seen["args"], **seen["kwargs"])[0], seen["output"])
-
-
-def test_cross_attention_and_decoder() -> None:
-    """Of an encoder-decoder only the encoder changes: fed the same encoder output, the decoder is bit-equal."""
-    decoder = BertLMHeadModel(tiny_config("bert", is_decoder=True, add_cross_attention=True))
-    model = EncoderDecoderModel(encoder=tiny_model("bert"), decoder=decoder).eval()
-    tokens = batch_for(model.encoder).inputs["input_ids"]
-    hidden = model.encoder(input_ids=tokens)
-    exact = model(encoder_outputs=hidden, decoder_input_ids=tokens).logits
-    hf_effattn.patch_attention(model, "i-clustered", topk=8, **FORCED)
-    assert torch.equal(model(encoder_outputs=hidden, decoder_input_ids=tokens).logits, exact)
-    assert not torch.equal(model.encoder(input_ids=tokens).last_hidden_state, hidden.last_hidden_state)
 
 
 def test_bert_cross_attention_module_under_our_name(attended: list[str]) -> None:
@@ -131,26 +125,16 @@ def test_bert_cross_attention_module_under_our_name(attended: list[str]) -> None
     assert attended == []
 
 
-def test_whisper_decoder_is_exact(attended: list[str]) -> None:
-    model = tiny_model("whisper")
-    inputs = batch_for(model).inputs
-    hidden = model.encoder(inputs["input_features"])
-    long_prompt = torch.randint(5, 60, (2, 40))
-    exact = model(encoder_outputs=hidden, decoder_input_ids=long_prompt).last_hidden_state
-    hf_effattn.patch_attention(model, "clustered", **FORCED)
-    assert torch.equal(model(encoder_outputs=hidden, decoder_input_ids=long_prompt).last_hidden_state, exact)
-    assert attended == []
-
-
-def test_whisper_generates_with_a_patched_encoder(attended: list[str]) -> None:
-    from transformers import WhisperForConditionalGeneration
-
+def test_whisper_has_a_patched_encoder_and_an_exact_decoder(attended: list[str]) -> None:
     torch.manual_seed(0)
     model = WhisperForConditionalGeneration(tiny_config("whisper")).eval()
-    features = batch_for(model).inputs["input_features"]
+    features, long_prompt = batch_for(model).inputs["input_features"], torch.randint(5, 60, (2, 40))
+    given = {"encoder_outputs": model.get_encoder()(features), "decoder_input_ids": long_prompt}
+    exact = model(**given).logits
     hf_effattn.patch_attention(model, "clustered", **FORCED)
-    tokens = model.generate(features, max_new_tokens=5, do_sample=False)
-    assert tokens.shape[0] == 2
+    assert torch.equal(model(**given).logits, exact)
+    assert attended == []
+    assert model.generate(features, max_new_tokens=5, do_sample=False).shape[0] == 2
     assert len(attended) == 3
 
 
@@ -168,19 +152,13 @@ def test_more_keys_than_queries(attended: list[str]) -> None:
     assert attended == []
 
 
-@pytest.mark.parametrize("padding", [None, "left", "right", "none masked"])
-def test_mask_function_hands_on_one_row(padding: str | None) -> None:
-    config = tiny_config("bert", attn_implementation="i-clustered")
-    embeds = torch.zeros(2, 40, 32)
-    mask = {
-        None: None,
-        "none masked": torch.ones(2, 40),
-    }.get(padding, batch_for(tiny_model("bert"), padding=padding or "left").inputs.get("attention_mask"))
-    ours = create_bidirectional_mask(config, embeds, mask)
-    if padding in (None, "none masked"):
-        assert ours is None
-    else:
-        assert torch.equal(ours, mask.bool())
+def test_mask_function_hands_on_one_row() -> None:
+    config, embeds = tiny_config("bert", attn_implementation="i-clustered"), torch.zeros(2, 40, 32)
+    for nothing_masked in (None, torch.ones(2, 40)):
+        assert create_bidirectional_mask(config, embeds, nothing_masked) is None
+    for padding in ("left", "right"):
+        mask = batch_for(tiny_model("bert"), padding=padding).inputs["attention_mask"]
+        assert torch.equal(create_bidirectional_mask(config, embeds, mask), mask.bool())
 
 
 def test_mask_function_is_dense_for_other_rules_and_other_models() -> None:
@@ -200,3 +178,73 @@ def test_mask_function_is_dense_for_other_rules_and_other_models() -> None:
     expected = mask[:, None, None].expand(2, 1, 40, 40)
     assert torch.equal(added == 0, expected)
     assert (added[~expected] == torch.finfo(torch.float32).min).all()
+
+
+def attentions(model: Any, batch: Any, *, of_decoder: bool = False) -> tuple[torch.Tensor, ...]:
+    """Of the encoder, and of a decoder beside it."""
+    output = model(**batch.inputs, output_attentions=True)
+    if model.config.model_type not in WITH_DECODER:
+        return output.attentions
+    beside = (*output.decoder_attentions, *output.cross_attentions) if of_decoder else ()
+    return (*output.encoder_attentions, *beside)
+
+
+@pytest.mark.slow_except("*-bi-clustered", "bert-*")
+@pytest.mark.parametrize("method", APPROXIMATIONS)
+@pytest.mark.parametrize("model_type", mostly_slow(MODEL_TYPES))
+def test_rows_sum_to_one_masked_keys_have_none_and_asking_changes_no_output(model_type: str, method: str) -> None:
+    model = hf_effattn.patch_attention(tiny_model(model_type), method, **SMALL_SETTINGS[method])
+    batch = batch_for(model, padding="right")
+    assert torch.equal(encoded(model, batch, output_attentions=True), encoded(model, batch))
+    matrices = attentions(model, batch)
+    assert len(matrices) == 3
+    for matrix in matrices:
+        sums = matrix.sum(-1)
+        if batch.counts is None:
+            torch.testing.assert_close(sums, torch.ones_like(sums))
+        else:
+            counts = batch.counts[:, None].expand(sums.shape)
+            torch.testing.assert_close(sums[counts], torch.ones_like(sums[counts]))
+            assert (matrix.transpose(2, 3)[~counts] == 0).all()
+
+
+@pytest.mark.slow_except("bert-*", "*-right", "vit-*")
+@pytest.mark.parametrize(("model_type", "padding"), mostly_slow(MODEL_TYPES_AND_PADDINGS))
+def test_exact_layers_return_exact_weights(model_type: str, padding: str | None) -> None:
+    """Short inputs and unpatched layers run SDPA, which gives no weights; ours are those of eager attention."""
+    model = tiny_model(model_type)
+    batch = batch_for(model, padding=padding)
+    model.set_attn_implementation("eager")
+    expected = attentions(model, batch, of_decoder=True)
+    model.set_attn_implementation("sdpa")
+    hf_effattn.patch_attention(model, "i-clustered")
+    actual = attentions(model, batch, of_decoder=True)
+    assert len(actual) == len(expected)
+    for one, other in zip(actual, expected, strict=True):
+        if batch.counts is not None and one.shape[2] == batch.counts.shape[1]:
+            # A padded query of a sliding window may see no key: 0 here, anything in eager.
+            counts = batch.counts[:, None, :, None]
+            one, other = one * counts, other * counts
+        torch.testing.assert_close(one, other)
+
+
+def test_a_config_that_asks_for_them_is_refused(tmp_path: Path) -> None:
+    """transformers saves such a config with eager attention only, so a patched model could not be saved."""
+    model = tiny_model("bert", attn_implementation="eager", output_attentions=True)
+    config = model.config.to_dict()
+    with pytest.raises(ValueError, match=r"saves no patched model. Leave it out of .*output_attentions = False"):
+        hf_effattn.patch_attention(model, "clustered", **FORCED)
+    assert model.config.to_dict() == config
+    assert len(model(**batch_for(model).inputs).attentions) == 3
+    model.config.output_attentions = False
+    hf_effattn.patch_attention(model, "clustered", **FORCED).save_pretrained(tmp_path)
+    assert len(attentions(model, batch_for(model))) == 3
+    with pytest.raises(ValueError, match="Leave it out of from_pretrained"):
+        hf_effattn.from_pretrained(AutoModel, tmp_path, output_attentions=True)
+
+
+def test_weights_in_training_are_before_dropout() -> None:
+    model = tiny_model("bert", attention_probs_dropout_prob=0.5).train()
+    hf_effattn.patch_attention(model, "i-clustered", topk=8, **FORCED)
+    for matrix in attentions(model, batch_for(model)):
+        torch.testing.assert_close(matrix.sum(-1), torch.ones(2, 2, 40))

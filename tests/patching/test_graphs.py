@@ -1,7 +1,6 @@
 """Graphs that run on later: torch.export, torch.jit.trace and pipelines give what the model gives, or are refused."""
 
 import io
-from collections.abc import Iterator
 from typing import Any
 
 import pytest
@@ -52,10 +51,9 @@ def encoder(patch: str, layers: int = 1, **options: Any) -> OfWords:
     return OfWords(hf_effattn.patch_attention(model, method, **settings | options))
 
 
-def decoder(patch: str, model_type: str = "llama", **options: Any) -> OfWords:
+def decoder(patch: str, **options: Any) -> OfWords:
     method, settings = CAUSAL[patch]
-    sizes = {"n_layer": 1, "n_head": 2} if model_type == "gpt2" else {"num_hidden_layers": 1}
-    model = make_model(model_type, use_cache=False, max_position_embeddings=256, **sizes)
+    model = make_model("llama", use_cache=False, max_position_embeddings=256, num_hidden_layers=1)
     return OfWords(hf_effattn.patch_attention(model, method, **settings | options))
 
 
@@ -80,40 +78,26 @@ def exported(model: nn.Module, *inputs: torch.Tensor, **options: Any) -> Any:
     return torch.export.export(model, inputs, dynamic_shapes=shapes, **options).module()
 
 
+each_patch = pytest.mark.parametrize(
+    ("make", "patch"),
+    [
+        *(pytest.param(encoder, patch, id=f"bert-{patch}") for patch in PATCHES),
+        *(pytest.param(decoder, patch, id=f"llama-{patch}") for patch in CAUSAL),
+    ],
+)
+
+
 @pytest.mark.compatibility("torch", "`torch.export` with an open length", "runs")
-@pytest.mark.slow_except("bi-clustered")
-@pytest.mark.parametrize("patch", PATCHES)
+@pytest.mark.slow_except("*-bi-clustered")
+@each_patch
 @torch.no_grad()
-def test_an_exported_encoder_takes_every_length(patch: str) -> None:
-    model = encoder(patch)
-    graph = exported(model, *batch(2, 90, "right"))
-    for inputs in (batch(1, 30), batch(3, 70, "left"), batch(2, 90), batch(2, 151, "right")):
-        assert_alike(graph, model, *inputs)
-
-
-@pytest.mark.slow_except("llama-bi-clustered")
-@pytest.mark.parametrize("patch", CAUSAL)
-@pytest.mark.parametrize("model_type", ["llama", "gpt2"])
-@torch.no_grad()
-def test_an_exported_decoder_runs_the_method_without_a_mask(model_type: str, patch: str, attended: list[str]) -> None:
-    """transformers, which cannot look at positions there, would hand over the mask of several texts."""
-    model = decoder(patch, model_type)
-    graph = exported(model, batch(2, 90)[0])
+def test_an_exported_model_takes_every_length(make: Any, patch: str, attended: list[str]) -> None:
+    """A decoder without a mask, instead of which transformers would hand over one of several texts."""
+    model, given = make(patch), slice(2 if make is encoder else 1)
+    graph = exported(model, *batch(2, 90, "right")[given])
     assert attended
-    for count, length in ((1, 40), (3, 70), (2, 120)):
-        assert_alike(graph, model, batch(count, length)[0])
-
-
-@pytest.mark.slow
-@torch.no_grad()
-def test_positions_of_several_texts_stay_exact_in_a_graph(attended: list[str]) -> None:
-    model = decoder("bi-clustered").model
-    words, positions = batch(1, 80)[0], torch.cat([torch.arange(50), torch.arange(30)])[None]
-    found = torch.compile(model, backend="eager")(input_ids=words, position_ids=positions)[0]
-    assert not attended
-    hf_effattn.unpatch_attention(model)
-    torch.testing.assert_close(found, model(input_ids=words, position_ids=positions)[0], rtol=0, atol=1e-5)
-    assert not any(hook.__module__.startswith("hf_effattn") for hook in model.base_model._forward_pre_hooks.values())
+    for inputs in (batch(1, 40), batch(3, 70, "left"), batch(2, 90), batch(2, 151, "right")):
+        assert_alike(graph, model, *inputs[given])
 
 
 def test_counts_of_rows_stay_open() -> None:
@@ -136,17 +120,10 @@ def test_counts_of_rows_stay_open() -> None:
             torch.testing.assert_close(found, expected)
 
 
-def traces() -> Iterator[Any]:
-    for patch in PATCHES:
-        yield pytest.param(encoder, patch, id=f"bert-{patch}")
-    for patch in CAUSAL:
-        yield pytest.param(decoder, patch, id=f"llama-{patch}")
-
-
 @pytest.mark.compatibility("torch", "`torch.jit.trace`, other texts", "runs")
-@pytest.mark.slow_except("*-bi-clustered-*", "*-per-head-*", "bert-cst-*", "llama-clustered-None")
+@pytest.mark.slow_except("*-bi-clustered-None", "bert-per-head-right", "bert-cst-None", "llama-clustered-None")
 @pytest.mark.parametrize("traced_with", [None, "right"])
-@pytest.mark.parametrize(("make", "patch"), list(traces()))
+@each_patch
 @torch.no_grad()
 def test_a_traced_model_takes_other_texts(make: Any, patch: str, traced_with: str | None) -> None:
     """Whether and where there is padding was kept, and in threads the labels of the traced text."""
@@ -197,8 +174,7 @@ def causes(error: BaseException | None) -> str:
     return "\n".join(found)
 
 
-@pytest.mark.parametrize("patch", INSTEAD)
-@pytest.mark.parametrize("strict", [False, True])
+@pytest.mark.parametrize(("patch", "strict"), [("i-clustered", True), ("cst", False)])
 @torch.no_grad()
 def test_onnx_is_refused_however_its_exporter_captures(
     patch: str, strict: bool, monkeypatch: pytest.MonkeyPatch

@@ -1,14 +1,17 @@
-"""Settings of the methods, and `Method.run` on plain tensors."""
+"""Settings of the methods, and `Method.run` on plain tensors, those of no texts among them."""
 
 import dataclasses
 import json
+from itertools import product
+from typing import Any
 
 import numpy as np
 import pytest
 import torch
 import torch.nn.functional as F
 from support.cst_conversions import small_model
-from support.tiny_models import SMALL_SETTINGS, WITH_OWN_TESTS
+from support.tiny_models import LENGTH, SMALL_SETTINGS, WITH_OWN_TESTS, tiny_model
+from transformers import AttentionInterface
 
 import hf_effattn
 from hf_effattn.ops import (
@@ -21,7 +24,7 @@ from hf_effattn.ops import (
 )
 from hf_effattn.ops.cluster_queries import DEFAULT_BITS, DEFAULT_ITERATIONS
 from hf_effattn.patching.methods import METHODS as EVERY_METHOD
-from hf_effattn.patching.methods import make_method
+from hf_effattn.patching.methods import Method, make_method
 from hf_effattn.patching.methods.crossover import CROSSOVER, crossover_length
 
 SMALL = {"clustered": {}, "i-clustered": {"topk": 6}, "bi-clustered": {"topk": 6, "key_clusters": 7}}
@@ -78,17 +81,11 @@ def test_names_and_defaults() -> None:
     }
 
 
-@pytest.mark.parametrize(
-    ("method", "settings", "expected"),
-    [
-        ("i-clustered", {"clusters": 200}, 2048),
-        ("bi-clustered", {"clusters": 32}, 2048),
-        ("bi-clustered", {"clusters": 33}, 64 * 33),
-        ("bi-clustered", {"clusters": 200, "fit_queries": 17}, 17),
-    ],
-)
-def test_bi_clustered_is_fitted_on_more_queries_of_more_clusters(method: str, settings: dict, expected: int) -> None:
-    assert make_method(method, **settings).fitted_queries == expected
+def test_bi_clustered_is_fitted_on_more_queries_of_more_clusters() -> None:
+    assert make_method("i-clustered", clusters=200).fitted_queries == 2048
+    assert make_method("bi-clustered", clusters=32).fitted_queries == 2048
+    assert make_method("bi-clustered", clusters=33).fitted_queries == 64 * 33
+    assert make_method("bi-clustered", clusters=200, fit_queries=17).fitted_queries == 17
 
 
 @pytest.mark.parametrize("method", METHODS)
@@ -106,93 +103,68 @@ def test_every_setting_says_what_it_is_for(method: str) -> None:
     assert set(settings.purpose) == {field.name for field in dataclasses.fields(settings)}
 
 
-@pytest.mark.parametrize(
-    ("changes", "error", "message"),
-    [
-        ({"clusters": 0}, ValueError, "clusters must be at least 1, got 0: the number of query clusters"),
-        ({"clusters": -4}, ValueError, "clusters must be at least 1, got -4"),
-        ({"clusters": 2.5}, TypeError, "clusters must be an int, got 2.5"),
-        ({"clusters": True}, TypeError, "clusters must be an int, got True"),
-        ({"clusters": "10"}, TypeError, "clusters must be an int, got '10'"),
-        ({"clusters": None}, TypeError, "clusters must be an int, got None"),
-        ({"topk": 0}, ValueError, "topk must be at least 1, got 0: the number of keys"),
-        ({"iterations": -1}, ValueError, "iterations must be at least 0"),
-        ({"seed": 2**70}, ValueError, "seed must be at most"),
-        ({"bits": 0}, ValueError, "bits must be at least 1"),
-        ({"fit_queries": 0}, ValueError, "fit_queries must be at least 1"),
-        ({"check_finite": 1}, TypeError, "check_finite must be True or False, got 1"),
-        ({"seed": -1}, ValueError, "seed must be at least 0"),
-        ({"min_length": -1}, ValueError, "min_length must be at least 0, got -1: .* 0: force the method"),
-        ({"clustering": "KMeans"}, ValueError, 'did you mean "kmeans"'),
-        ({"clustering": "k-means"}, ValueError, 'one of "kmeans", "lsh", got \'k-means\' .did you mean "kmeans"'),
-        ({"metric": "key"}, ValueError, 'metric must be one of "keys", "queries", got \'key\' .did you mean "keys"'),
-        (
-            {"topks": 5},
-            ValueError,
-            "\"i-clustered\" has no setting|'i-clustered' has no setting 'topks' .did you mean",
-        ),
-        ({"colour": 5}, ValueError, 'its settings are .*"clusters".*"topk"'),
-    ],
-)
-def test_wrong_settings_are_named(changes: dict, error: type[Exception], message: str) -> None:
-    with pytest.raises(error, match=message):
-        make_method("i-clustered", **changes)
+WRONG: list[tuple[str, dict, type[Exception], str]] = [
+    ("i-clustered", {"clusters": 0}, ValueError, "clusters must be at least 1, got 0: the number of query clusters"),
+    ("i-clustered", {"clusters": -4}, ValueError, "clusters must be at least 1, got -4"),
+    ("i-clustered", {"clusters": 2.5}, TypeError, "clusters must be an int, got 2.5"),
+    ("i-clustered", {"clusters": True}, TypeError, "clusters must be an int, got True"),
+    ("i-clustered", {"clusters": "10"}, TypeError, "clusters must be an int, got '10'"),
+    ("i-clustered", {"clusters": None}, TypeError, "clusters must be an int, got None"),
+    ("i-clustered", {"topk": 0}, ValueError, "topk must be at least 1, got 0: the number of keys"),
+    ("i-clustered", {"iterations": -1}, ValueError, "iterations must be at least 0"),
+    ("i-clustered", {"seed": 2**70}, ValueError, "seed must be at most"),
+    ("i-clustered", {"bits": 0}, ValueError, "bits must be at least 1"),
+    ("i-clustered", {"fit_queries": 0}, ValueError, "fit_queries must be at least 1"),
+    ("i-clustered", {"check_finite": 1}, TypeError, "check_finite must be True or False, got 1"),
+    ("i-clustered", {"seed": -1}, ValueError, "seed must be at least 0"),
+    ("i-clustered", {"min_length": -1}, ValueError, "min_length must be at least 0, got -1: .* 0: force the method"),
+    ("i-clustered", {"clustering": "KMeans"}, ValueError, 'one of "kmeans", "lsh", got .* .did you mean "kmeans"'),
+    ("i-clustered", {"metric": "key"}, ValueError, 'metric must be one of "keys", "queries", .*did you mean "keys"'),
+    ("i-clustered", {"topks": 5}, ValueError, "'i-clustered' has no setting 'topks' .did you mean"),
+    ("i-clustered", {"colour": 5}, ValueError, 'its settings are .*"clusters".*"topk"'),
+    ("i-clustered", {"key_clusters": 4}, ValueError, "'i-clustered' has no setting 'key_clusters'"),
+    ("bi-clustered", {"key_clusters": 0}, ValueError, "key_clusters must be at least 1, got 0: the number of key"),
+    ("bi-clustered", {"key_clusters": 1.5}, TypeError, r"key_clusters must be an int, got 1\.5"),
+    ("bi-clustered", {"topk": 0}, ValueError, "topk must be at least 1, got 0: the number of keys per cluster"),
+    ("bi-clustered", {"max_predicted_error": "0.5"}, TypeError, "max_predicted_error must be a number or None, got"),
+    ("bi-clustered", {"max_predicted_error": True}, TypeError, "max_predicted_error must be a number or None, got"),
+    ("bi-clustered", {"max_predicted_error": [0.5]}, TypeError, "max_predicted_error must be a number or None, got"),
+    ("bi-clustered", {"max_predicted_error": -0.1}, ValueError, "max_predicted_error must be at least 0, got"),
+    ("bi-clustered", {"max_predicted_error": float("nan")}, ValueError, "max_predicted_error must be at least 0, got"),
+    ("bi-clustered", {"causal": "prefill"}, ValueError, "causal says whether the settings are .*, got 'prefill'"),
+    ("bi-clustered", {"causal": True, "segment_length": 0}, ValueError, "segment_length must be at least 1"),
+    ("bi-clustered", {"causal": True, "window": -1}, ValueError, "window must be at least 0"),
+    ("iclustered", {}, ValueError, r'unknown attention method .iclustered. .did you mean "i-clustered".*"clustered"'),
+]
 
 
-def test_unknown_method_names_the_closest() -> None:
-    with pytest.raises(
-        ValueError, match=r'unknown attention method .iclustered. .did you mean "i-clustered".*"clustered"'
-    ):
-        make_method("iclustered")
+def test_wrong_settings_are_named() -> None:
+    for method, changes, error, message in WRONG:
+        with pytest.raises(error, match=message):
+            make_method(method, **changes)
 
 
-def test_wrong_settings_of_bi_clustered_are_named() -> None:
-    with pytest.raises(ValueError, match="key_clusters must be at least 1, got 0: the number of key clusters"):
-        make_method("bi-clustered", key_clusters=0)
-    with pytest.raises(TypeError, match=r"key_clusters must be an int, got 1\.5"):
-        make_method("bi-clustered", key_clusters=1.5)
-    with pytest.raises(ValueError, match="topk must be at least 1, got 0: the number of keys per cluster that its"):
-        make_method("bi-clustered", topk=0)
-    for wrong in ("0.5", True, [0.5]):
-        with pytest.raises(TypeError, match="max_predicted_error must be a number or None, got"):
-            make_method("bi-clustered", max_predicted_error=wrong)
-    for wrong in (-0.1, float("nan")):
-        with pytest.raises(ValueError, match="max_predicted_error must be at least 0, got"):
-            make_method("bi-clustered", max_predicted_error=wrong)
-    assert make_method("bi-clustered", max_predicted_error=np.float32(0.25)) == make_method(
-        "bi-clustered", max_predicted_error=0.25
-    )
-    assert (
-        json.loads(json.dumps(make_method("bi-clustered", max_predicted_error=1).to_dict()))["max_predicted_error"]
-        == 1.0
-    )
-    assert make_method("bi-clustered", max_predicted_error=None).max_predicted_error is None
+def test_a_predicted_error_is_a_number_or_none() -> None:
+    for given, kept in ((np.float32(0.25), 0.25), (1, 1.0), (None, None)):
+        settings = make_method("bi-clustered", max_predicted_error=given).to_dict()
+        assert json.loads(json.dumps(settings))["max_predicted_error"] == kept
 
 
-def test_a_setting_of_another_method_is_refused() -> None:
-    with pytest.raises(ValueError, match="'i-clustered' has no setting 'key_clusters'"):
-        make_method("i-clustered", key_clusters=4)
-    with pytest.raises(ValueError, match="'clustered' has no setting 'topk'"):
-        make_method("clustered", topk=4)
+def test_a_method_without_a_measured_crossover_is_named() -> None:
+    for device, causal in product(("cpu", "cuda"), (False, True)):
+        with pytest.raises(ValueError, match='no shortest length of "new" has been measured: give min_length'):
+            crossover_length("new", {"clusters": 4}, device, causal=causal)
 
 
 @pytest.mark.parametrize("device", ["cpu", "cuda"])
-@pytest.mark.parametrize("causal", [False, True])
-def test_a_method_without_a_measured_crossover_is_named(device: str, causal: bool) -> None:
-    with pytest.raises(ValueError, match='no shortest length of "new" has been measured: give min_length'):
-        crossover_length("new", {"clusters": 4}, device, causal=causal)
-
-
-@pytest.mark.parametrize("device", ["cpu", "cuda"])
-@pytest.mark.parametrize("place", range(len(CROSSOVER["cpu"])))
-def test_min_length_comes_from_the_measured_crossover(device: str, place: int) -> None:
-    row = CROSSOVER[device][place]
-    options = {name: value for name, value in row.items() if name not in ("method", "min_length")}
-    measured = make_method(row["method"], **options).shortest_length(device)
-    assert measured <= row["min_length"]
-    assert make_method(row["method"], **options, min_length=17).shortest_length(device) == 17
-    doubled = make_method(row["method"], **{name: 2 * value for name, value in options.items()})
-    assert measured <= doubled.shortest_length(device) <= 2 * row["min_length"]
+def test_min_length_comes_from_the_measured_crossover(device: str) -> None:
+    for row in CROSSOVER[device]:
+        options = {name: value for name, value in row.items() if name not in ("method", "min_length")}
+        measured = make_method(row["method"], **options).shortest_length(device)
+        assert measured <= row["min_length"]
+        assert make_method(row["method"], **options, min_length=17).shortest_length(device) == 17
+        doubled = make_method(row["method"], **{name: 2 * value for name, value in options.items()})
+        assert measured <= doubled.shortest_length(device) <= 2 * row["min_length"]
 
 
 def test_min_length_of_a_device_never_measured_is_longer() -> None:
@@ -214,16 +186,9 @@ def test_no_length_is_the_default_of_a_causal_form_that_was_not_timed(method: st
     assert not make_method(method).is_exact(10**6, device)
     assert not dataclasses.replace(settings, min_length=2000).is_exact(2000, device)
     candidates = [{"method": method}, {"method": method, "seed": 7, "min_length": 2000}]
-    for heads, shortest in (([[0, 0]], None), ([[0, 1]], 2000)):
-        per_head = make_method("per-head", causal=True, candidates=candidates, heads=heads)
+    for row, shortest in (([0, 0], None), ([0, 1], 2000)):
+        per_head = make_method("per-head", causal=True, candidates=candidates, heads=[row])
         assert per_head.shortest_length(device) == shortest
-
-
-@pytest.mark.parametrize("method", METHODS)
-def test_dearer_settings_need_longer_inputs(method: str) -> None:
-    lengths = [make_method(method, clusters=clusters).shortest_length("cpu") for clusters in (10, 100, 300, 3000)]
-    assert lengths == sorted(lengths)
-    assert lengths[0] < lengths[-1]
 
 
 @pytest.mark.parametrize(("model_type", "setting"), [("bert", "exact_keys"), ("gpt2", "topk")])
@@ -263,9 +228,9 @@ def test_exact_where_nothing_would_be_saved() -> None:
     assert not make_method("clustered", clusters=10, min_length=11).is_exact(11, "cpu")
 
 
-@pytest.mark.parametrize("masked", [False, True])
-@pytest.mark.parametrize("clustering", ["kmeans", "lsh"])
-@pytest.mark.parametrize("metric", ["keys", "queries"])
+@pytest.mark.parametrize(
+    ("clustering", "metric", "masked"), [("kmeans", "keys", True), ("kmeans", "queries", False), ("lsh", "keys", True)]
+)
 @pytest.mark.parametrize("method", METHODS)
 def test_run_method_is_clustering_and_op(method: str, metric: str, clustering: str, masked: bool) -> None:
     query, key, value = tensors()
@@ -340,16 +305,6 @@ def test_predicted_error_follows_the_scale() -> None:
     assert torch.stack(decided).sum(dim=0).unique().numel() > 1
 
 
-@pytest.mark.parametrize("masked", [False, True])
-def test_run_method_falls_back_to_exact_attention(masked: bool) -> None:
-    query, key, value = tensors()
-    mask = left_padded() if masked else None
-    dense = None if mask is None else mask[:, None, None, :]
-    exact = F.scaled_dot_product_attention(query, key, value, attn_mask=dense, scale=0.7)
-    for settings in (make_method("i-clustered"), make_method("clustered", clusters=30, min_length=0)):
-        assert torch.equal(settings.run(query, key, value, key_mask=mask, scale=0.7), exact)
-
-
 @pytest.mark.parametrize("method", METHODS)
 def test_labels_carry_no_gradient_and_the_rest_does(method: str) -> None:
     query, key, value = (tensor.requires_grad_() for tensor in tensors())
@@ -387,3 +342,74 @@ def test_check_finite_is_opt_in() -> None:
     checked = make_method("i-clustered", clusters=5, topk=6, min_length=0, check_finite=True)
     with pytest.raises(ValueError, match="not finite: look for an overflow"):
         checked.run(query, key, value)
+
+
+LOCAL = {"segment_length": 4, "window": 4, "min_length": 0}
+OF_DECODERS: dict[str, dict[str, Any]] = {
+    "clustered": LOCAL | {"clusters": 6},
+    "i-clustered": LOCAL | {"clusters": 6, "exact_keys": 8},
+    "bi-clustered": LOCAL | {"exact_keys": 8, "key_clusters": 4},
+}
+CANDIDATES = [{"method": name, **settings} for name, settings in SMALL_SETTINGS.items()]
+EXACT = len(CANDIDATES)
+# Of two heads: every candidate, exact heads beside one, and alone.
+ROWS = [[0, 1], [2, EXACT], [EXACT, EXACT]]
+
+
+def methods(causal: bool) -> list[Method]:
+    settings = OF_DECODERS if causal else SMALL_SETTINGS
+    candidates = [{"method": name, **own} for name, own in settings.items()]
+    found = [make_method(name, causal=causal, **own) for name, own in settings.items()]
+    found.append(make_method("bi-clustered", causal=causal, **settings["bi-clustered"], tolerance=0.1))
+    rows = [make_method("per-head", causal=causal, candidates=candidates, heads=[row], min_length=0) for row in ROWS]
+    return [*found, *rows]
+
+
+PATCHES: dict[str, dict[str, Any]] = SMALL_SETTINGS | {
+    "per-head": {"candidates": CANDIDATES, "heads": ROWS, "min_length": 0},
+    "cst": {"slice_length": 8, "min_length": 0},
+}
+
+
+def outcome(model: torch.nn.Module) -> Any:
+    """What comes of a forward pass on no texts: the size of the output, or the error."""
+    try:
+        return model(input_ids=torch.zeros(0, LENGTH, dtype=torch.long)).last_hidden_state.shape
+    except RuntimeError as error:
+        return str(error)
+
+
+def check_no_rows(method: Method, group: int, *, compiled: bool = False, **options: Any) -> None:
+    inputs = [torch.zeros(0, heads, 23, 8, requires_grad=True) for heads in (2 * group, 2, 2)]
+    run = torch.compile(method.run, fullgraph=True, backend="eager") if compiled else method.run
+    with torch.no_grad():
+        assert run(*inputs, **options).shape == inputs[0].shape
+    gradients = torch.autograd.grad(run(*inputs, **options).sum(), inputs)
+    assert [one.shape for one in gradients] == [one.shape for one in inputs]
+
+
+@pytest.mark.parametrize(("group", "masked"), [(1, False), (2, True)])
+@pytest.mark.parametrize("causal", [False, True])
+def test_methods_give_no_rows(causal: bool, group: int, masked: bool) -> None:
+    options: dict[str, Any] = {"key_mask": torch.ones(0, 23, dtype=torch.bool) if masked else None, "causal": causal}
+    for method in methods(causal):
+        check_no_rows(method, group, **options)
+        assert method.weights(torch.zeros(0, 2, 23, 8), torch.zeros(0, 2, 23, 8), **options).shape == (0, 2, 23, 23)
+
+
+def test_a_compiled_graph_gives_no_rows() -> None:
+    """There queries and keys are grouped step by step."""
+    mask = torch.ones(0, 23, dtype=torch.bool)
+    check_no_rows(make_method("bi-clustered", **SMALL_SETTINGS["bi-clustered"]), 2, compiled=True, key_mask=mask)
+
+
+@pytest.mark.parametrize("name", PATCHES)
+def test_a_patched_model_does_what_the_exact_one_does(name: str) -> None:
+    """Both refuse, before attention: transformers' projections ask torch how many heads no text has."""
+    model = tiny_model("bert")
+    exact = outcome(model)
+    hf_effattn.patch_attention(model, name, **PATCHES[name])
+    assert outcome(model) == exact
+    query, key, value = (torch.zeros(0, 2, LENGTH, 16) for _ in range(3))
+    output, _ = AttentionInterface()[name](model.encoder.layer[0].attention.self, query, key, value, None)
+    assert output.shape == (0, LENGTH, 2, 16)

@@ -40,6 +40,13 @@ def tokens(length: int = LENGTH, batch: int = 2, seed: int = 1) -> torch.Tensor:
     return torch.randint(5, 60, (batch, length), generator=torch.Generator().manual_seed(seed))
 
 
+def left_padded(length: int = LENGTH, padding: int = 6) -> torch.Tensor:
+    """A mask of two texts, of which the first is padded."""
+    mask = torch.ones(2, length, dtype=torch.long)
+    mask[0, :padding] = 0
+    return mask
+
+
 def first_output(model: Any, ids: torch.Tensor, **inputs: Any) -> torch.Tensor:
     """The last hidden state, or the logits."""
     return model(input_ids=ids, **inputs)[0]

@@ -130,12 +130,29 @@ FOLDERS: dict[str, Callable[[Path], Any]] = {
 }
 
 
-def outputs(model: Any) -> list[torch.Tensor]:
+def outputs(model: Any, read: list[str] | None = None, **options: Any) -> list[torch.Tensor]:
     """All that a model makes of some texts, queries among them; scores of a CrossEncoder."""
-    read = texts(words=WORDS + UPPER)
+    read = texts(words=WORDS + UPPER) if read is None else read
     if isinstance(model, CrossEncoder):
-        return [torch.as_tensor(model.predict([(read[0][:20], text) for text in read]))]
-    found = [encode(read) for encode in (model.encode_document, model.encode_query)]
+        return [torch.as_tensor(model.predict([(read[0][:20], text) for text in read], **options))]
+    found = [encode(read, **options) for encode in (model.encode_document, model.encode_query)]
     if isinstance(found[0], list):  # of a vector for each token
         return [torch.as_tensor(one) for vectors in found for one in vectors]
     return [torch.as_tensor(one.to_dense() if getattr(one, "is_sparse", False) else one) for one in found]
+
+
+def same(found: list[torch.Tensor], expected: list[torch.Tensor], atol: float = 1e-5) -> bool:
+    """Whether outputs are alike but for rounding."""
+    return all(torch.allclose(one, other, atol=atol) for one, other in zip(found, expected, strict=True))
+
+
+def inside(model: Any) -> Any:
+    """The model of transformers that a model of sentence-transformers begins with."""
+    return model[0].auto_model
+
+
+def train_tables(model: Any) -> None:
+    """Give the position tables of a conversion, if there are any, other values than those that they begin with."""
+    for name, parameter in model.named_parameters():
+        if "hf_effattn_cst" in name and "original_module" not in name:
+            torch.nn.init.normal_(parameter)

@@ -50,7 +50,24 @@ DELTA: dict[str, Any] = HYBRID | {
 }
 UNUSED = {"hidden_size": 16, "intermediate_size": 16, "num_hidden_layers": 1, "num_attention_heads": 2}
 LINEAR_AND_LATENT = LATENT | EXPERTS | {"num_hidden_layers": 4, "layer_types": HYBRID["layer_types"]}
+
+
+def sharing(sizes: dict[str, Any], *names: str) -> dict[str, dict[str, Any]]:
+    """Model types of the same sizes."""
+    return dict.fromkeys(names, sizes)
+
+
 SIZES: dict[str, dict[str, Any]] = {
+    **sharing(GROUPED, "llama", "qwen2", "qwen3", "granite", "olmo2", "smollm3", "olmo", "phi", "cohere", "glm"),
+    **sharing(GROUPED, "glm4", "ernie4_5", "seed_oss", "hunyuan_v1_dense", "emu3_text_model", "arcee", "nemotron"),
+    **sharing(GROUPED, "stablelm", "hyperclovax", "internlm3", "jais2", "persimmon", "bitnet", "nanochat"),
+    **sharing(GROUPED | {"sliding_window": None}, "mistral", "phi3", "starcoder2"),
+    **sharing(GROUPED | EXPERTS | FULL, "qwen2_moe", "afmoe", "exaone_moe", "flint", "granitemoe_swa", "laguna"),
+    **sharing(GROUPED | EXPERTS | FULL, "mellum", "gpt_oss"),
+    **sharing(GROUPED | FULL, "ministral", "cohere2", "exaone4", "cwm", "granite_swa"),
+    **sharing(GROUPED | EXPERTS, "granitemoe", "olmoe", "glm4_moe", "minimax_m2", "hunyuan_v1_moe", "hy_v3"),
+    **sharing(GROUPED | EXPERTS, "solar_open", "flex_olmo"),
+    **sharing(LATENT | EXPERTS, "axk1", "deepseek_v2", "deepseek_v3", "glm4_moe_lite"),
     "gpt2": {
         "vocab_size": 60,
         "n_embd": 32,
@@ -63,11 +80,7 @@ SIZES: dict[str, dict[str, Any]] = {
     },
     "opt": COMMON | {"ffn_dim": 48, "word_embed_proj_dim": 32, "init_std": 0.25},
     "gpt_neox": COMMON,
-    "llama": GROUPED,
     "llama4_text": GROUPED | EXPERTS | FULL | {"intermediate_size_mlp": 48, "interleave_moe_layer_step": 2},
-    "qwen2": GROUPED,
-    "qwen3": GROUPED,
-    "mistral": GROUPED | {"sliding_window": None},
     "mistral4": LATENT
     | EXPERTS
     | {
@@ -89,17 +102,11 @@ SIZES: dict[str, dict[str, Any]] = {
     # Methods run without softcapping; with it: tests/patching/exact/test_softcap.py.
     "gemma2": UNBENT,
     "vaultgemma": UNBENT,
-    "granite": GROUPED,
     "gemma3_text": GROUPED | {"query_pre_attn_scalar": 8, "layer_types": ["full_attention"] * 3},
-    "olmo2": GROUPED,
     "olmo3": GROUPED | {"layer_types": ["full_attention"] * 3},
-    "smollm3": GROUPED,
-    "phi3": GROUPED | {"sliding_window": None},
     "gpt_bigcode": COMMON | {"n_embd": 32, "n_layer": 3, "n_head": 4, "n_positions": 128, "n_inner": 48},
-    "qwen2_moe": GROUPED | EXPERTS | FULL,
     "qwen3_moe": GROUPED | EXPERTS | {"sliding_window": None},
     "mixtral": GROUPED | EXPERTS | {"sliding_window": None},
-    "ministral": GROUPED | FULL,
     "ministral3": GROUPED
     | {
         "rope_parameters": {
@@ -116,10 +123,6 @@ SIZES: dict[str, dict[str, Any]] = {
         "hidden_size_per_layer_input": 8,
         "global_head_dim": 8,
     },
-    "granitemoe": GROUPED | EXPERTS,
-    "olmo": GROUPED,
-    "olmoe": GROUPED | EXPERTS,
-    "phi": GROUPED,
     "phi4_multimodal": GROUPED
     | {
         "sliding_window": None,
@@ -127,25 +130,11 @@ SIZES: dict[str, dict[str, Any]] = {
         "audio_config": UNUSED | {"num_blocks": 1},
     },
     "phimoe": GROUPED | EXPERTS | {"sliding_window": None},
-    "cohere": GROUPED,
-    "cohere2": GROUPED | FULL,
-    "glm": GROUPED,
-    "glm4": GROUPED,
-    "glm4_moe": GROUPED | EXPERTS,
-    "ernie4_5": GROUPED,
     "ernie4_5_moe": GROUPED | EXPERTS | {"moe_num_experts": 4, "moe_k": 2},
-    "exaone4": GROUPED | FULL,
-    "seed_oss": GROUPED,
-    "hunyuan_v1_dense": GROUPED,
-    "minimax_m2": GROUPED | EXPERTS,
     "aria_text": GROUPED | EXPERTS | {"moe_num_experts": 4, "moe_topk": 2, "moe_num_shared_experts": 1},
-    "emu3_text_model": GROUPED,
     "jetmoe": GROUPED | EXPERTS | {"kv_channels": 8},
     "biogpt": COMMON,
     "apertus": GROUPED | {"rope_parameters": {"rope_type": "default", "rope_theta": 10000.0}},
-    "arcee": GROUPED,
-    "nemotron": GROUPED,
-    "stablelm": GROUPED,
     "gemma3n_text": GROUPED
     | FULL
     | {
@@ -156,36 +145,12 @@ SIZES: dict[str, dict[str, Any]] = {
         "activation_sparsity_pattern": None,
     },
     "gemma4_unified_text": GROUPED | FULL | {"global_head_dim": 8},
-    "afmoe": GROUPED | EXPERTS | FULL,
-    "axk1": LATENT | EXPERTS,
-    "cwm": GROUPED | FULL,
     "dots1": GROUPED | EXPERTS | FULL | {"n_shared_experts": 1, "first_k_dense_replace": 1},
-    "exaone_moe": GROUPED | EXPERTS | FULL,
-    "flint": GROUPED | EXPERTS | FULL,
     "granitemoeshared": GROUPED | EXPERTS | {"shared_intermediate_size": 16},
-    "granitemoe_swa": GROUPED | EXPERTS | FULL,
-    "hunyuan_v1_moe": GROUPED | EXPERTS,
-    "hy_v3": GROUPED | EXPERTS,
-    "hyperclovax": GROUPED,
-    "internlm3": GROUPED,
-    "jais2": GROUPED,
-    "laguna": GROUPED | EXPERTS | FULL,
-    "mellum": GROUPED | EXPERTS | FULL,
-    "persimmon": GROUPED,
-    "solar_open": GROUPED | EXPERTS,
     "youtu": LATENT,
-    "gpt_oss": GROUPED | EXPERTS | FULL,
-    "granite_swa": GROUPED | FULL,
     "mimo_v2_flash": GROUPED | EXPERTS | FULL | {"v_head_dim": 8},
-    "starcoder2": GROUPED | {"sliding_window": None},
     "modernbert-decoder": COMMON | FULL | {"cls_token_id": 2, "sep_token_id": 3},
-    "bitnet": GROUPED,
-    "flex_olmo": GROUPED | EXPERTS,
-    "nanochat": GROUPED,
     "cohere2_moe": GROUPED | EXPERTS | FULL | {"sliding_window": 4},
-    "deepseek_v2": LATENT | EXPERTS,
-    "deepseek_v3": LATENT | EXPERTS,
-    "glm4_moe_lite": LATENT | EXPERTS,
     "minicpm3": LATENT,
     "qwen3_next": DELTA | EXPERTS,
     "qwen3_5_text": DELTA,
@@ -283,3 +248,15 @@ def make_model(model_type: str, **changes: Any) -> Any:
     config = AutoConfig.for_model(model_type, **SIZES[model_type] | changes)
     # Of the ways to run experts, the one in float64.
     return class_of(model_type)._from_config(config, experts_implementation="eager").eval()
+
+
+def tokens(length: int = 61, batch: int = 2) -> torch.Tensor:
+    """Random tokens, none of them special."""
+    return torch.randint(5, 60, (batch, length), generator=torch.Generator().manual_seed(1))
+
+
+def left_padded(length: int = 61) -> torch.Tensor:
+    """A mask of two texts, of which the first is padded."""
+    mask = torch.ones(2, length, dtype=torch.long)
+    mask[0, :9] = 0
+    return mask

@@ -7,6 +7,7 @@ from typing import Any
 
 import pytest
 import torch
+from support.tiny_decoders import sharing
 from transformers import CONFIG_MAPPING, AutoConfig, AutoModel, PreTrainedModel
 
 from hf_effattn.patching.model_types.table import MODEL_TYPES as TABLE
@@ -18,7 +19,7 @@ SMALL_SETTINGS: dict[str, dict[str, Any]] = {
     "i-clustered": {"clusters": 6, "topk": 8, "min_length": 0},
     "bi-clustered": {"clusters": 6, "topk": 8, "key_clusters": 7, "min_length": 0},
 }
-# A conversion, and other methods head by head: tests/patching/test_cst*.py, test_per_head.py.
+# A conversion, other methods head by head, and none: tests/patching/cst, heads/test_per_head.py, exact.
 WITH_OWN_TESTS = ("cst", "per-head", "exact")
 APPROXIMATIONS = tuple(SMALL_SETTINGS)
 WITH_TOPK = tuple(method for method, settings in SMALL_SETTINGS.items() if "topk" in settings)
@@ -68,10 +69,13 @@ TWO = {
     "decoder_start_token_id": 3,
 }
 SETTINGS: dict[str, dict[str, Any]] = {
-    "bert": TEXT,
-    "roberta": TEXT,
-    "xlm-roberta": TEXT,
-    "camembert": TEXT,
+    **sharing(TEXT, "bert", "roberta", "xlm-roberta", "camembert", "ernie", "data2vec-text"),
+    **sharing(TEXT, "roberta-prelayernorm", "xlm-roberta-xl", "bert-generation", "gte", "jina_embeddings_v3"),
+    **sharing(IMAGE, "vit", "deit", "dinov2", "dinov3_vit", "ijepa", "clip_vision_model", "siglip_vision_model"),
+    **sharing(IMAGE, "idefics2_vision", "idefics3_vision", "owlvit_vision_model", "owlv2_vision_model"),
+    **sharing(IMAGE, "smolvlm_vision", "radio", "pixio"),
+    **sharing(SPEECH, "wav2vec2", "hubert", "unispeech", "unispeech-sat"),
+    **sharing(TWO, "bart", "mbart", "pegasus", "marian", "m2m_100"),
     "electra": TEXT | {"embedding_size": 16},
     "distilbert": {
         "vocab_size": 60,
@@ -85,25 +89,12 @@ SETTINGS: dict[str, dict[str, Any]] = {
     "albert": TEXT | {"embedding_size": 16, "num_hidden_groups": 1},
     "modernbert": TEXT
     | {"global_attn_every_n_layers": 2, "local_attention": 8, "pad_token_id": 1, "initializer_cutoff_factor": 3.0},
-    "vit": IMAGE,
-    "deit": IMAGE,
-    "wav2vec2": SPEECH,
-    "hubert": SPEECH,
     "data2vec-audio": SPEECH | {"conv_pos_kernel_size": 5},
-    "unispeech": SPEECH,
-    "unispeech-sat": SPEECH,
     "whisper": TWO | {"num_mel_bins": 8, "max_source_positions": LENGTH},
-    "ernie": TEXT,
-    "data2vec-text": TEXT,
-    "roberta-prelayernorm": TEXT,
-    "xlm-roberta-xl": TEXT,
     "xmod": TEXT | {"default_language": "en_XX"},
-    "bert-generation": TEXT,
     "mobilebert": TEXT
     | {"initializer_range": 0.15, "embedding_size": 16, "intra_bottleneck_size": 32, "true_hidden_size": 32},
-    "gte": TEXT,
     "nomic_bert": TEXT | {"head_dim": 16},
-    "jina_embeddings_v3": TEXT,
     "eurobert": TEXT | {"num_key_value_heads": 1, "pad_token_id": 1, "mask_token_id": 4},
     "ultrabert": WINDOWED,
     "embedding_gemma2_text": WINDOWED
@@ -111,23 +102,11 @@ SETTINGS: dict[str, dict[str, Any]] = {
     "neomme": WINDOWED | {"head_dim": 16},
     "esm": TEXT | {"position_embedding_type": "rotary", "pad_token_id": 1},
     "esmc": TEXT | {"num_key_value_heads": 2, "head_dim": 16, "mask_token_id": 4},
-    "dinov2": IMAGE,
     "dinov2_with_registers": IMAGE | {"num_register_tokens": 2},
-    "dinov3_vit": IMAGE,
     "vit_mae": IMAGE | {"mask_ratio": 0.0},
-    "ijepa": IMAGE,
-    "clip_vision_model": IMAGE,
-    "siglip_vision_model": IMAGE,
     "siglip2_vision_model": IMAGE | {"num_patches": 36},
-    "idefics2_vision": IMAGE,
-    "idefics3_vision": IMAGE,
-    "owlvit_vision_model": IMAGE,
-    "owlv2_vision_model": IMAGE,
-    "smolvlm_vision": IMAGE,
     "yolos": IMAGE | {"image_size": [24, 24], "num_detection_tokens": 3},
     "sam3_vit_model": IMAGE | {"pretrain_image_size": 24, "window_size": 3, "global_attn_indexes": [0, 1]},
-    "radio": IMAGE,
-    "pixio": IMAGE,
     "sapiens2": IMAGE | {"num_key_value_heads": 1},
     "videomae": VIDEO,
     "vivit": VIDEO | {"tubelet_size": [2, 4, 4]},
@@ -141,11 +120,6 @@ SETTINGS: dict[str, dict[str, Any]] = {
     },
     "audio-spectrogram-transformer": TEXT
     | {"patch_size": 4, "max_length": 24, "num_mel_bins": 24, "frequency_stride": 4, "time_stride": 4},
-    "bart": TWO,
-    "mbart": TWO,
-    "pegasus": TWO,
-    "marian": TWO,
-    "m2m_100": TWO,
 }
 MODEL_TYPES = tuple(name for name in SETTINGS if name in CONFIG_MAPPING)  # older versions lack some
 READS = {name: TABLE[name].reads for name in MODEL_TYPES}

@@ -48,9 +48,38 @@ SIZES: dict[str, dict[str, Any]] = {
     },
 }
 MODELS = tuple(name for name in SIZES if name in CONFIG_MAPPING)  # older versions lack some
+# Llama's, one of whose layers attends to images instead of text.
+MLLAMA: dict[str, Any] = {
+    "text_config": GROUPED | {"num_hidden_layers": 4, "cross_attention_layers": [1], "vocab_size": 52},
+    "vision_config": {
+        "hidden_size": 16,
+        "num_hidden_layers": 2,
+        "num_global_layers": 1,
+        "attention_heads": 2,
+        "intermediate_size": 16,
+        "image_size": 8,
+        "patch_size": 4,
+        "max_num_tiles": 1,
+        "supported_aspect_ratios": [[1, 1]],
+        "intermediate_layers_indices": [0],
+        "vision_output_dim": 32,
+    },
+}
+
+
+def make_mllama() -> Any:
+    torch.manual_seed(0)
+    config = AutoConfig.for_model("mllama", **MLLAMA, image_token_index=IMAGE)
+    model = AutoModelForImageTextToText.from_config(config).eval()
+    for name, gate in model.named_parameters():
+        if "gate" in name and gate.numel() == 1:
+            torch.nn.init.ones_(gate)  # images count
+    return model
 
 
 def make_model(model_type: str) -> Any:
+    if model_type == "mllama":
+        return make_mllama()
     torch.manual_seed(0)
     tokens = {"image_token_id": IMAGE, "video_token_id": VIDEO}
     places = {
@@ -69,6 +98,16 @@ def image_and_text(model_type: str, length: int = 60, sides: tuple[int, ...] = (
     """A text of so many tokens with square images of so many patches a side, four to a token, from its tenth on."""
     generator = torch.Generator().manual_seed(1)
     ids = torch.randint(5, 45, (1, length), generator=generator)
+    if model_type == "mllama":
+        ids[0, 3] = IMAGE
+        seen = (torch.arange(length) >= 3).long()
+        return {
+            "input_ids": ids,
+            "pixel_values": torch.randn(1, 1, 1, 3, 8, 8, generator=generator),
+            "aspect_ratio_ids": torch.ones(1, 1, dtype=torch.long),
+            "aspect_ratio_mask": torch.ones(1, 1, 1, dtype=torch.long),
+            "cross_attention_mask": seen[None, :, None, None],
+        }
     images = torch.tensor([token for side in sides for token in (BEFORE, *[IMAGE] * (side // 2) ** 2, AFTER)])
     ids[0, 10 : 10 + len(images)] = images
     pixels = torch.randn(sum(side**2 for side in sides), 3 * 4 * 4, generator=generator)

@@ -1,14 +1,26 @@
-"""lm_eval and mteb on patched models: what is evaluated is the patched model."""
+"""Pipelines, lm_eval, mteb and trl with patched models: what answers, is evaluated or trained is the patched model."""
 
+import math
+import warnings
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
+from datasets import Dataset
 from sentence_transformers import SentenceTransformer
 from sentence_transformers.sentence_transformer.modules import Pooling, Transformer
 from support.embedding_cases import save_encoder, text
-from transformers import AutoTokenizer, LlamaConfig, LlamaForCausalLM
+from support.sentence_models import save_tokenizer, texts
+from support.tiny_decoders import make_model
+from support.tiny_models import tiny_model
+from transformers import (
+    AutoModelForCausalLM,
+    AutoModelForSequenceClassification,
+    AutoTokenizer,
+    PreTrainedTokenizerFast,
+    pipeline,
+)
 
 import hf_effattn
 
@@ -26,10 +38,7 @@ def test_likelihoods_are_those_of_the_patched_model(encoder: str) -> None:
     lm_eval_models = pytest.importorskip("lm_eval.models.huggingface")
     instance = pytest.importorskip("lm_eval.api.instance").Instance
     tokenizer = AutoTokenizer.from_pretrained(encoder)
-    torch.manual_seed(0)
-    sizes = {"hidden_size": 32, "num_hidden_layers": 2, "num_attention_heads": 2, "intermediate_size": 48}
-    config = LlamaConfig(vocab_size=len(tokenizer), max_position_embeddings=640, initializer_range=0.25, **sizes)
-    model = LlamaForCausalLM(config).eval()
+    model = make_model("llama", vocab_size=len(tokenizer), max_position_embeddings=640)
     context, answer = text(200), f" {text(3, seed=1)}"
     request = instance("loglikelihood", {}, (context, answer), 0)
 
@@ -102,3 +111,102 @@ def _similarity_task(mteb: Any) -> Any:
             self.data_loaded = True
 
     return Pairs()
+
+
+TRAINED = {"exact_keys": 48, "key_clusters": 4, "segment_length": 64, "window": 32, "min_length": 0}
+TRAINING = {"max_steps": 1, "report_to": [], "use_cpu": True, "bf16": False, "save_strategy": "no", "logging_steps": 1}
+
+
+@pytest.fixture
+def decoder(tmp_path: Path) -> Path:
+    tokenizer = AutoTokenizer.from_pretrained(save_encoder(tmp_path / "encoder"))
+    tokenizer.eos_token = "[SEP]"
+    sizes = {"vocab_size": len(tokenizer), "max_position_embeddings": 640}
+    sizes |= {"pad_token_id": 0, "bos_token_id": 1, "eos_token_id": 2}
+    make_model("llama", **sizes).save_pretrained(tmp_path / "decoder")
+    tokenizer.save_pretrained(tmp_path / "decoder")
+    return tmp_path / "decoder"
+
+
+def patched_decoder(decoder: Path) -> Any:
+    return hf_effattn.patch_attention(AutoModelForCausalLM.from_pretrained(decoder), "bi-clustered", **TRAINED)
+
+
+def first_step(trainer: Any) -> dict[str, float]:
+    trainer.train()
+    return next(entry for entry in trainer.state.log_history if "loss" in entry)
+
+
+def preferences() -> Dataset:
+    return Dataset.from_list(
+        [
+            {"prompt": text(80, seed), "chosen": f" {text(120, seed + 10)}", "rejected": f" {text(110, seed + 20)}"}
+            for seed in range(4)
+        ]
+    )
+
+
+@pytest.mark.compatibility("trl", "`DPOTrainer` with a `ref_model` that is patched alike", "runs")
+@pytest.mark.compatibility("trl", "`DPOTrainer` without `ref_model`: the reference has the default settings", "told")
+@pytest.mark.parametrize("loaded_patched", [False, True])
+def test_the_reference_is_the_policy_or_its_settings_are_told(
+    decoder: Path, tmp_path: Path, loaded_patched: bool
+) -> None:
+    trl = pytest.importorskip("trl")
+    model = patched_decoder(decoder)
+    with warnings.catch_warnings(record=True) as said:
+        warnings.simplefilter("always")
+        reference = patched_decoder(decoder) if loaded_patched else None
+        said.clear()
+        arguments = trl.DPOConfig(output_dir=str(tmp_path / "run"), per_device_train_batch_size=4, **TRAINING)
+        trainer = trl.DPOTrainer(
+            model=model,
+            ref_model=reference,
+            args=arguments,
+            train_dataset=preferences(),
+            processing_class=AutoTokenizer.from_pretrained(decoder),
+        )
+        loss = first_step(trainer)["loss"]
+    told = any("bi-clustered" in str(one.message) for one in said)
+    assert told != loaded_patched
+    assert (abs(loss - math.log(2)) < 1e-4) == loaded_patched
+
+
+@pytest.mark.compatibility("trl", "`SFTTrainer`", "runs")
+def test_fine_tuning_runs_the_method(decoder: Path, tmp_path: Path, attended: list[str]) -> None:
+    trl = pytest.importorskip("trl")
+    model = patched_decoder(decoder)
+    arguments = trl.SFTConfig(output_dir=str(tmp_path / "run"), per_device_train_batch_size=2, **TRAINING)
+    trainer = trl.SFTTrainer(
+        model=model,
+        args=arguments,
+        train_dataset=Dataset.from_list([{"text": text(150, seed)} for seed in range(2)]),
+        processing_class=AutoTokenizer.from_pretrained(decoder),
+    )
+    assert first_step(trainer)["loss"] > 0
+    assert attended
+    assert set(attended) == {"bi-clustered"}
+
+
+LONG = texts((38,))[0]
+OF_ENCODER = {"clusters": 6, "topk": 8, "min_length": 0}
+
+
+@pytest.fixture
+def word_tokenizer(tmp_path: Path) -> PreTrainedTokenizerFast:
+    save_tokenizer(tmp_path)
+    return PreTrainedTokenizerFast.from_pretrained(tmp_path)
+
+
+@pytest.mark.compatibility("transformers", "`pipeline`", "runs")
+def test_text_classification(word_tokenizer: Any, attended: list[str]) -> None:
+    model = tiny_model("bert", AutoModelForSequenceClassification)
+    classify = pipeline("text-classification", model=model, tokenizer=word_tokenizer, device="cpu")
+    exact = classify([LONG, "w1 w2 w3"], batch_size=2)
+    hf_effattn.patch_attention(model, "i-clustered", **OF_ENCODER)
+    patched = classify([LONG, "w1 w2 w3"], batch_size=2)
+    assert attended == ["i-clustered"] * 3
+    assert [set(answer) for answer in patched] == [{"label", "score"}] * 2
+    assert patched[0]["score"] != exact[0]["score"]
+    hf_effattn.unpatch_attention(model)
+    assert classify([LONG, "w1 w2 w3"], batch_size=2) == exact

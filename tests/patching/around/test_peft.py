@@ -3,7 +3,8 @@
 import peft
 import pytest
 import torch
-from transformers import AutoModelForSequenceClassification, BertConfig, BertForSequenceClassification
+from support.tiny_models import tiny_model
+from transformers import AutoModelForSequenceClassification
 
 import hf_effattn
 
@@ -21,55 +22,39 @@ def tokens():
     return torch.randint(0, 50, (2, 48))
 
 
-@pytest.fixture(params=SETTINGS)
-def adapter(request, tmp_path, tokens):
-    """A base of each method and an adapter on it, both saved; with the output of the two together."""
-    torch.manual_seed(0)
-    config = BertConfig(
-        vocab_size=50, hidden_size=32, num_hidden_layers=2, num_attention_heads=2, intermediate_size=32
-    )
-    hf_effattn.patch_attention(
-        BertForSequenceClassification(config), request.param, **SETTINGS[request.param]
-    ).save_pretrained(tmp_path / "base")
-    base = hf_effattn.from_pretrained(AutoModelForSequenceClassification, tmp_path / "base")
-    lora = peft.LoraConfig(task_type="SEQ_CLS", r=4, target_modules=["query", "value"], init_lora_weights=False)
-    model = peft.get_peft_model(base, lora).eval()
-    model.save_pretrained(tmp_path / "adapter")
-    return request.param, tmp_path / "adapter", model(input_ids=tokens).logits.detach()
+def exact():
+    return tiny_model("bert", AutoModelForSequenceClassification)
+
+
+def saved_base(method, folder):
+    """Patched, saved, and loaded."""
+    hf_effattn.patch_attention(exact(), method, **SETTINGS[method]).save_pretrained(folder)
+    return hf_effattn.from_pretrained(AutoModelForSequenceClassification, folder)
 
 
 @pytest.mark.compatibility("peft", "LoRA: trained, saved, loaded by `AutoPeftModelFor…`", "runs")
-def test_an_adapter_loads_with_the_method_of_its_base(adapter, tokens):
-    method, path, expected = adapter
-    model = hf_effattn.from_pretrained(peft.AutoPeftModelForSequenceClassification, path).eval()
-    assert type(model) is peft.PeftModelForSequenceClassification
-    assert model.config.effattn["method"] == method
-    torch.testing.assert_close(model(input_ids=tokens).logits, expected, rtol=0, atol=0)
-
-
-def test_the_exact_model_is_another(adapter, tokens):
-    """What the test above compares would not tell a patched model from an exact one otherwise."""
-    _, path, expected = adapter
-    exact = peft.AutoPeftModelForSequenceClassification.from_pretrained(path).eval()
-    assert not torch.allclose(exact(input_ids=tokens).logits, expected, atol=1e-6)
-
-
 @pytest.mark.compatibility("peft", "merged adapters", "runs")
-def test_a_merged_adapter_is_saved_and_loaded_patched(adapter, tmp_path, tokens):
-    _, path, expected = adapter
-    merged = hf_effattn.from_pretrained(peft.AutoPeftModelForSequenceClassification, path).merge_and_unload()
-    merged.save_pretrained(tmp_path / "merged")
-    model = hf_effattn.from_pretrained(AutoModelForSequenceClassification, tmp_path / "merged").eval()
-    torch.testing.assert_close(model(input_ids=tokens).logits, expected, rtol=0, atol=1e-5)
+@pytest.mark.parametrize("method", SETTINGS)
+def test_an_adapter_loads_with_the_method_of_its_base_and_is_merged(method, tmp_path, tokens):
+    base = saved_base(method, tmp_path / "base")
+    lora = peft.LoraConfig(task_type="SEQ_CLS", r=4, target_modules=["query", "value"], init_lora_weights=False)
+    model = peft.get_peft_model(base, lora).eval()
+    model.save_pretrained(tmp_path / "adapter")
+    expected = model(input_ids=tokens).logits
+    auto_class = peft.AutoPeftModelForSequenceClassification
+    loaded = hf_effattn.from_pretrained(auto_class, tmp_path / "adapter").eval()
+    assert type(loaded) is peft.PeftModelForSequenceClassification
+    assert loaded.config.effattn["method"] == method
+    torch.testing.assert_close(loaded(input_ids=tokens).logits, expected, rtol=0, atol=0)
+    plain = auto_class.from_pretrained(tmp_path / "adapter").eval()
+    assert not torch.allclose(plain(input_ids=tokens).logits, expected, atol=1e-6)
+    loaded.merge_and_unload().save_pretrained(tmp_path / "merged")
+    merged = hf_effattn.from_pretrained(AutoModelForSequenceClassification, tmp_path / "merged").eval()
+    torch.testing.assert_close(merged(input_ids=tokens).logits, expected, rtol=0, atol=1e-5)
 
 
 def test_trained_tables_come_back_with_the_base_loaded_first(tmp_path, tokens):
-    config = BertConfig(
-        vocab_size=50, hidden_size=32, num_hidden_layers=2, num_attention_heads=2, intermediate_size=32
-    )
-    base = hf_effattn.patch_attention(BertForSequenceClassification(config), "cst", **SETTINGS["cst"])
-    base.save_pretrained(tmp_path / "base")
-    base = hf_effattn.from_pretrained(AutoModelForSequenceClassification, tmp_path / "base")
+    base = saved_base("cst", tmp_path / "base")
     lora = peft.LoraConfig(
         task_type="SEQ_CLS", target_modules=["query"], modules_to_save=["hf_effattn_cst", "classifier"]
     )
@@ -90,14 +75,10 @@ def test_trained_tables_come_back_with_the_base_loaded_first(tmp_path, tokens):
 @pytest.mark.parametrize("wrapped", ["peft", "base", "prompt"])
 def test_tables_that_adapters_would_be_saved_without_are_refused(wrapped, tokens):
     """They learned with the adapter, and were in no file."""
-    torch.manual_seed(0)
-    config = BertConfig(
-        vocab_size=50, hidden_size=32, num_hidden_layers=2, num_attention_heads=2, intermediate_size=32
-    )
     adapter = peft.LoraConfig(task_type="SEQ_CLS", target_modules=["query"])
     if wrapped == "prompt":
         adapter = peft.PromptTuningConfig(task_type="SEQ_CLS", num_virtual_tokens=3)
-    model = peft.get_peft_model(BertForSequenceClassification(config), adapter).eval()
+    model = peft.get_peft_model(exact(), adapter).eval()
     expected = model(input_ids=tokens).logits
     to_patch = model.get_base_model() if wrapped == "base" else model
     with pytest.raises(ValueError, match=r'"cst" adds .* saved without. .* modules_to_save=\["hf_effattn_cst"\]'):
@@ -107,16 +88,11 @@ def test_tables_that_adapters_would_be_saved_without_are_refused(wrapped, tokens
 
 
 def test_tables_learn_only_where_they_are_saved(tmp_path):
-    config = BertConfig(
-        vocab_size=50, hidden_size=32, num_hidden_layers=2, num_attention_heads=2, intermediate_size=32
-    )
-    base = hf_effattn.patch_attention(BertForSequenceClassification(config), "cst", **SETTINGS["cst"])
-    base.save_pretrained(tmp_path / "base")
 
     def learning(model):
         return [name for name, weight in model.named_parameters() if "hf_effattn_cst" in name and weight.requires_grad]
 
-    base = hf_effattn.from_pretrained(AutoModelForSequenceClassification, tmp_path / "base")
+    base = saved_base("cst", tmp_path / "base")
     assert len(learning(base)) == 2
     model = peft.get_peft_model(base, peft.LoraConfig(task_type="SEQ_CLS", target_modules=["query"]))
     assert not learning(model)

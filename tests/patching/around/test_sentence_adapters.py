@@ -1,6 +1,7 @@
-"""Adapters in patched models of sentence-transformers: saved alone, and loaded with the patch on the exact base."""
+"""Patched models of sentence-transformers with adapters, saved and loaded; and as models and guides of losses."""
 
 import json
+import warnings
 from pathlib import Path
 from typing import Any
 
@@ -10,8 +11,9 @@ import sentence_transformers
 import torch
 from packaging.version import parse
 from sentence_transformers import CrossEncoder, SentenceTransformer
+from sentence_transformers.sentence_transformer import losses
 from support.round_trips import own_memory
-from support.sentence_models import HEADS, outputs, save_plain
+from support.sentence_models import HEADS, inside, outputs, same, save_plain, texts, train_tables
 from support.tiny_models import SMALL_SETTINGS, tiny_config
 from transformers import AutoModel, VisionTextDualEncoderConfig, VisionTextDualEncoderModel
 
@@ -19,28 +21,11 @@ import hf_effattn
 from hf_effattn.patching.loading import keep_beside_adapters
 
 pytestmark = pytest.mark.usefixtures("newest_peft")
-SETTINGS: dict[str, dict[str, Any]] = {
-    "bi-clustered": SMALL_SETTINGS["bi-clustered"],
-    "cst": {"slice_length": 4},
-}
+SETTINGS: dict[str, dict[str, Any]] = {"bi-clustered": SMALL_SETTINGS["bi-clustered"], "cst": {"slice_length": 4}}
 
 
 def lora(**options: Any) -> Any:
     return peft.LoraConfig(r=2, target_modules=["query", "value"], init_lora_weights=False, **options)
-
-
-def train_tables(model: Any) -> None:
-    for name, parameter in model.named_parameters():
-        if "hf_effattn_cst" in name and "original_module" not in name:
-            torch.nn.init.normal_(parameter)
-
-
-def same(found: list[torch.Tensor], expected: list[torch.Tensor]) -> bool:
-    return all(torch.allclose(one, other, atol=1e-5) for one, other in zip(found, expected, strict=True))
-
-
-def inside(model: Any) -> Any:
-    return model[0].auto_model
 
 
 @pytest.fixture
@@ -58,8 +43,10 @@ def adapted(base: str, method: str, **options: Any) -> Any:
 
 
 @pytest.mark.compatibility("sentence-transformers", "`add_adapter`, saved and loaded", "runs")
-@pytest.mark.parametrize("method", SETTINGS)
-@pytest.mark.parametrize("kind", HEADS)
+@pytest.mark.slow_except("SentenceTransformer-cst", "CrossEncoder-bi-clustered")
+@pytest.mark.parametrize(
+    ("kind", "method"), [*((kind, "bi-clustered") for kind in HEADS), (SentenceTransformer, "cst")]
+)
 def test_an_adapter_comes_back_with_the_patch(kind: Any, method: str, tmp_path: Path) -> None:
     model = kind(save_plain(tmp_path / "base", kind), device="cpu")
     model.add_adapter(lora())
@@ -87,6 +74,20 @@ def test_tables_that_the_adapter_trains_come_back(base: str, tmp_path: Path) -> 
     assert same(outputs(SentenceTransformer(str(tmp_path / "adapter"), device="cpu")), outputs(model))
 
 
+def test_adapters_load_onto_a_base_that_was_saved_converted(base: str, tmp_path: Path) -> None:
+    """The base's other weights are in its own folder, which the adapter only names."""
+    converted = hf_effattn.patch_attention(SentenceTransformer(base, device="cpu"), "cst", **SETTINGS["cst"])
+    train_tables(converted)
+    converted.save_pretrained(str(tmp_path / "converted"))
+    model = SentenceTransformer(str(tmp_path / "converted"), device="cpu")
+    model.add_adapter(lora())
+    model.save_pretrained(str(tmp_path / "adapter"))
+    assert not (tmp_path / "adapter" / "model.safetensors").exists()
+    loaded = SentenceTransformer(str(tmp_path / "adapter"), device="cpu")
+    assert same(outputs(loaded), outputs(model))
+    assert not same(outputs(loaded), outputs(converted), atol=1e-4)
+
+
 @pytest.mark.compatibility("sentence-transformers", "`get_peft_model` around its transformer", "runs")
 @pytest.mark.parametrize("method", SETTINGS)
 def test_a_model_that_peft_is_around_comes_back_with_the_patch(method: str, base: str, tmp_path: Path) -> None:
@@ -109,12 +110,6 @@ def test_transformers_loads_it_with_the_patch_too(base: str, tmp_path: Path) -> 
         torch.testing.assert_close(loaded(tokens).last_hidden_state, inside(model)(tokens).last_hidden_state)
 
 
-def test_settings_of_the_caller_win_over_those_beside_the_adapter(base: str, tmp_path: Path) -> None:
-    adapted(base, "bi-clustered").save_pretrained(str(tmp_path / "adapter"))
-    loaded = hf_effattn.from_pretrained(SentenceTransformer, tmp_path / "adapter", device="cpu", topk=5)
-    assert inside(loaded).config.effattn["topk"] == 5
-
-
 def test_an_adapter_of_a_model_that_is_not_patched_is_saved_alone(base: str, tmp_path: Path) -> None:
     model = hf_effattn.unpatch_attention(adapted(base, "bi-clustered"))
     model.save_pretrained(str(tmp_path / "adapter"))
@@ -134,3 +129,57 @@ def test_parts_that_are_patched_in_ways_of_their_own_are_told(tmp_path: Path) ->
     with pytest.warns(UserWarning, match="parts of VisionTextDualEncoderModel are patched in ways of their own"):
         keep_beside_adapters(model, tmp_path)
     assert not list(tmp_path.iterdir())
+
+
+@pytest.fixture(autouse=True)
+def warnings_are_errors() -> Any:
+    with warnings.catch_warnings():
+        warnings.filterwarnings("error", message=".*(attends exactly|passes)")
+        yield
+
+
+def patched_for_losses(kind: Any, folder: str, method: str) -> Any:
+    model = kind(folder, device="cpu")
+    own_memory(model)
+    return hf_effattn.patch_attention(model, method, **SETTINGS[method]).eval()
+
+
+LOSSES: dict[str, Any] = {
+    "GISTEmbedLoss": lambda model, guide: losses.GISTEmbedLoss(model, guide),
+    "CachedGISTEmbedLoss": lambda model, guide: losses.CachedGISTEmbedLoss(model, guide, mini_batch_size=1),
+    "CachedMultipleNegativesRankingLoss": lambda model, _: losses.CachedMultipleNegativesRankingLoss(
+        model, mini_batch_size=1
+    ),
+    "MatryoshkaLoss": lambda model, _: losses.MatryoshkaLoss(
+        model, losses.CachedMultipleNegativesRankingLoss(model, mini_batch_size=1), [32, 8]
+    ),
+}
+
+
+@pytest.mark.compatibility("sentence-transformers", "losses with a guide, cached ones", "runs")
+@pytest.mark.parametrize("loss", LOSSES)
+def test_losses_run_model_and_guide_by_the_method(
+    loss: str, tmp_path: Path, attended: list[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def never(*call: Any) -> None:
+        raise AssertionError("a layer is exact")
+
+    folder = save_plain(tmp_path)
+    model, guide = (patched_for_losses(SentenceTransformer, folder, method) for method in SETTINGS)
+    monkeypatch.setattr("hf_effattn.patching.interface.attention_function.run_exactly", never)
+    features = [model.preprocess(texts()[:3]), model.preprocess(texts()[3:])]
+    value = LOSSES[loss](model, guide)(features, None)
+    value.backward()
+    assert set(attended) == ({"bi-clustered", "cst"} if "GIST" in loss else {"bi-clustered"})
+    assert any(bool(parameter.grad is not None and parameter.grad.any()) for parameter in model.parameters())
+
+
+def test_a_guide_of_mini_batches_says_what_it_says_of_whole_ones(tmp_path: Path) -> None:
+    """Called a second time it was another model, whose layers were exact."""
+    folder = save_plain(tmp_path)
+    model, guide = (patched_for_losses(SentenceTransformer, folder, "bi-clustered") for _ in range(2))
+    values = []
+    for name in ("GISTEmbedLoss", "CachedGISTEmbedLoss"):
+        features = [model.preprocess(texts()[:3]), model.preprocess(texts()[3:])]
+        values.append(LOSSES[name](model, guide)(features, None).detach())
+    torch.testing.assert_close(*values)

@@ -6,10 +6,13 @@ from support.tiny_models import APPROXIMATIONS, SMALL_SETTINGS, WITH_TOPK
 from support.tiny_towers import GRIDS, TOGETHER, TOWERS, make_tower, pixels, see
 
 import hf_effattn
-from hf_effattn.patching.model_types.stacks import find_stacks
 
 pytestmark = pytest.mark.usefixtures("without_gradient")
-each_tower = pytest.mark.parametrize("model_type", TOWERS)
+# One of every way in which images are handed over, and in which attention gets them.
+KINDS = ("qwen2_vl_vision", "qwen2_5_vl_vision", "video_llama_3_vision", "kimi_k25_vision", "gemma4_vision", "pixtral")
+each_tower = pytest.mark.parametrize(
+    "model_type", [pytest.param(name, marks=[] if name in KINDS else pytest.mark.slow) for name in TOWERS]
+)
 
 
 def calls_of_a_layer(model_type: str) -> int:
@@ -39,44 +42,22 @@ def test_the_method_runs_on_every_image_and_is_close_where_topk_is_large(
 
 @pytest.mark.slow_except("*-bi-clustered", "qwen2_vl_vision-*")
 @pytest.mark.parametrize("method", APPROXIMATIONS)
-@each_tower
-def test_no_image_sees_another(model_type: str, method: str) -> None:
-    model = make_tower(model_type)
-    hf_effattn.patch_attention(model, method, **SMALL_SETTINGS[method])
-    together, patches = see(model, pixels(), *GRIDS), pixels()
-    alone = torch.cat([see(model, patches[:36], GRIDS[0]), see(model, patches[36:], GRIDS[1])])
-    torch.testing.assert_close(together, alone)
-
-
-@pytest.mark.slow_except("*-bi-clustered", "qwen2_vl_vision-*")
-@pytest.mark.parametrize("method", APPROXIMATIONS)
-@each_tower
-def test_off_is_bit_equal(model_type: str, method: str) -> None:
+@pytest.mark.parametrize("model_type", TOWERS)
+def test_no_image_sees_another_small_ones_are_exact_by_default_and_off_is_bit_equal(
+    model_type: str, method: str, attended: list[str]
+) -> None:
     model = make_tower(model_type)
     config, exact = model.config.to_dict(), see(model, pixels(), *GRIDS)
-    hf_effattn.patch_attention(model, method, **SMALL_SETTINGS[method])
-    assert not torch.equal(see(model, pixels(), *GRIDS), exact)
-    hf_effattn.unpatch_attention(model)
-    assert torch.equal(see(model, pixels(), *GRIDS), exact)
-    assert model.config.to_dict() == config
-
-
-@each_tower
-def test_small_images_run_exact_attention_by_default(model_type: str, attended: list[str]) -> None:
-    model = make_tower(model_type)
-    exact = see(model, pixels(), *GRIDS)
-    hf_effattn.patch_attention(model, "bi-clustered")
+    hf_effattn.patch_attention(model, method)
     # Pixtral's images are seen without transformers' mask: other bits.
     within = {"rtol": 1e-5, "atol": 1e-4} if model_type == "pixtral" else {"rtol": 0.0, "atol": 0.0}
     torch.testing.assert_close(see(model, pixels(), *GRIDS), exact, **within)
     assert attended == []
-
-
-@each_tower
-def test_layers_choose_modules(model_type: str, attended: list[str]) -> None:
-    model = make_tower(model_type)
-    hf_effattn.patch_attention(model, "clustered", clusters=6, min_length=0, layers=[-1, 0])
-    (stack,) = find_stacks(model)
-    assert [module._effattn.method is not None for module in stack.modules] == [True, False, True]
-    see(model, pixels(), *GRIDS)
-    assert len(attended) == 2 * calls_of_a_layer(model_type)
+    hf_effattn.patch_attention(model, method, **SMALL_SETTINGS[method])
+    together, patches = see(model, pixels(), *GRIDS), pixels()
+    assert not torch.equal(together, exact)
+    alone = torch.cat([see(model, patches[:36], GRIDS[0]), see(model, patches[36:], GRIDS[1])])
+    torch.testing.assert_close(together, alone)
+    hf_effattn.unpatch_attention(model)
+    assert torch.equal(see(model, pixels(), *GRIDS), exact)
+    assert model.config.to_dict() == config

@@ -1,5 +1,6 @@
 """Models that read images among their text: the decoder, its positions those of the images, too, and what sees."""
 
+from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
 
@@ -13,7 +14,17 @@ from hf_effattn.patching.methods import METHODS
 from hf_effattn.patching.model_types.stacks import find_stacks, is_causal
 
 SMALL: dict[str, Any] = {"segment_length": 4, "key_clusters": 3, "min_length": 0}
-each_model = pytest.mark.parametrize("model_type", MODELS)
+FAST = ("qwen2_vl", "qwen2_5_vl", "qwen3_vl", "mllama")  # the others differ in projections and experts
+
+
+def each_of(names: Iterable[str]) -> pytest.MarkDecorator:
+    return pytest.mark.parametrize(
+        "model_type", [pytest.param(name, marks=[] if name in FAST else pytest.mark.slow) for name in names]
+    )
+
+
+each_model = each_of(MODELS)
+each_decoder = each_of((*MODELS, "mllama"))
 
 
 def decoder_of(model: Any) -> Any:
@@ -24,23 +35,17 @@ def tower_of(model: Any) -> Any:
     return next(stack.model for stack in find_stacks(model) if not is_causal(stack.modules[0]))
 
 
-@each_model
+@each_decoder
 @torch.no_grad()
-def test_a_window_over_all_is_the_exact_model(model_type: str, lengths: list[int]) -> None:
+def test_a_window_over_all_is_the_exact_model_and_no_logit_sees_a_later_token(
+    model_type: str, lengths: list[int]
+) -> None:
     model, inputs = make_model(model_type), image_and_text(model_type)
     exact = model(**inputs).logits
+    blind = model(**inputs | {"pixel_values": torch.zeros_like(inputs["pixel_values"])}).logits
+    assert (exact - blind).abs().max() > 1e-3
     hf_effattn.patch_attention(decoder_of(model), "bi-clustered", exact_keys=59, window=44, **SMALL)
     torch.testing.assert_close(model(**inputs).logits, exact, rtol=0, atol=1e-5)
-    assert lengths == [60] * 3
-    hf_effattn.unpatch_attention(model)
-    assert torch.equal(model(**inputs).logits, exact)
-
-
-@each_model
-@torch.no_grad()
-def test_no_logit_sees_a_later_token(model_type: str, lengths: list[int]) -> None:
-    model, inputs = make_model(model_type), image_and_text(model_type)
-    exact = model(**inputs).logits
     hf_effattn.patch_attention(decoder_of(model), "bi-clustered", exact_keys=6, window=4, **SMALL)
     before = model(**inputs).logits
     assert (before - exact).abs().max() > 0.1
@@ -51,11 +56,22 @@ def test_no_logit_sees_a_later_token(model_type: str, lengths: list[int]) -> Non
     close = 1e-5 if model_type.endswith("moe") else 0.0
     torch.testing.assert_close(after[:, :40], before[:, :40], rtol=0, atol=close)
     assert (after[:, 40] - before[:, 40]).abs().max() > 0.1
-    assert lengths == [60] * 6
+    assert lengths == [60] * 9
+    hf_effattn.unpatch_attention(model)
+    assert torch.equal(model(**inputs).logits, exact)
 
 
-@pytest.mark.slow_except("qwen2_5_vl")
-@each_model
+def test_layers_that_attend_to_images_alone_keep_their_numbers() -> None:
+    model = make_model("mllama")
+    (stack,) = find_stacks(model)
+    assert stack.layers == ((0,), (2,), (3,))
+    assert stack.depth == 4
+    with pytest.raises(ValueError, match=r"layer 1 of MllamaTextModel has no attention; .* are \[0, 2, 3\]"):
+        hf_effattn.patch_attention(model, "bi-clustered", layers=[1])
+
+
+@pytest.mark.slow_except("qwen2_5_vl", "mllama")
+@each_decoder
 @torch.no_grad()
 def test_generation(model_type: str, lengths: list[int]) -> None:
     """The prompt runs by the method, every step after it exactly over the keys of the cache."""
@@ -90,13 +106,6 @@ def seen(monkeypatch: pytest.MonkeyPatch) -> list[int]:
     return patches
 
 
-def test_which_parts_are_served() -> None:
-    served = {name: [stack.model.config.model_type for stack in find_stacks(make_model(name))] for name in MODELS}
-    assert {name: sorted(kinds) for name, kinds in served.items()} == {
-        name: [f"{name}_text", f"{name}_vision"] for name in MODELS
-    }
-
-
 @each_model
 @torch.no_grad()
 def test_both_parts_run_the_method_saved_and_loaded(
@@ -116,7 +125,7 @@ def test_both_parts_run_the_method_saved_and_loaded(
     assert torch.equal(hf_effattn.unpatch_attention(model)(**inputs).logits, exact)
 
 
-@pytest.mark.slow_except("qwen3_vl", "qwen2_5_vl")
+@pytest.mark.slow_except("qwen2_5_vl")
 @each_model
 @torch.no_grad()
 def test_a_part_is_calibrated_and_patched_alone(model_type: str, lengths: list[int], seen: list[int]) -> None:

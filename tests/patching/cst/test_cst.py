@@ -1,17 +1,20 @@
-"""Conversion to slice attention: what is added, what it computes, padding, errors, and the way back."""
+"""Conversion to slice attention: what is added, what it computes and learns, padding, errors, and the way back."""
 
 import copy
-from collections.abc import Iterator
 from typing import Any
 
 import pytest
 import torch
 from support.closeness import assert_close_to_reference
-from support.cst_conversions import CONVERTED, LENGTH, SLICES, convert, first_output, small_model, tokens
-from support.tiny_models import batch_for, encoded, tiny_model
+from support.cst_conversions import CONVERTED, LENGTH, SLICES, convert, first_output, left_padded, small_model, tokens
+from support.tiny_decoders import make_model
+from support.tiny_models import tiny_model
 from torch.distributed.fsdp import fully_shard
 from torch.nn.parallel import DistributedDataParallel
-from transformers import AutoConfig, AutoModelForCausalLM, AutoModelForSequenceClassification
+from transformers import (
+    AutoModelForCausalLM,
+    AutoModelForSequenceClassification,
+)
 
 import hf_effattn
 from hf_effattn.patching.methods.cst.positions import NAME, PROJECTIONS
@@ -19,13 +22,6 @@ from hf_effattn.patching.model_types.stacks import find_stacks
 from hf_effattn.patching.module_patch import RECORD
 
 each_model = pytest.mark.parametrize("model_type", CONVERTED)
-each_composition = pytest.mark.parametrize("composition", ["merged", "local-global"])
-
-
-def left_padded(length: int = LENGTH, padding: int = 6) -> torch.Tensor:
-    mask = torch.ones(2, length, dtype=torch.long)
-    mask[0, :padding] = 0
-    return mask
 
 
 def test_every_converted_model_type_is_tested() -> None:
@@ -33,35 +29,24 @@ def test_every_converted_model_type_is_tested() -> None:
 
 
 @each_model
-def test_weights_stay_and_tables_of_zeros_come(model_type: str) -> None:
-    model = small_model(model_type)
+@torch.no_grad()
+def test_tables_of_zeros_come_and_go_without_a_trace(model_type: str) -> None:
+    model, ids, mask = small_model(model_type), tokens(), left_padded()
+    exact = first_output(model, ids, attention_mask=mask)
     before = {name: weight.clone() for name, weight in model.state_dict().items()}
     assert hf_effattn.patch_attention(model, "cst", slice_length=4, extension_ratio=2) is model
     after = model.state_dict()
     assert all(torch.equal(after[name], weight) for name, weight in before.items())
-    prefix = "transformer." if model_type == "gpt2" else ""
+    prefix, slices = "transformer." if model_type == "gpt2" else "", model.config.max_position_embeddings // 4
     added = {name: tuple(after[name].shape) for name in set(after) - set(before)}
-    slices = model.config.max_position_embeddings // 4
-    assert added == {
-        f"{prefix}{NAME}.token_positions": (8, 32),
-        f"{prefix}{NAME}.slice_positions": (slices, 32),
-    }
+    assert added == {f"{prefix}{NAME}.token_positions": (8, 32), f"{prefix}{NAME}.slice_positions": (slices, 32)}
     trainable = dict(model.named_parameters())
     assert all(trainable[name].requires_grad and not trainable[name].any() for name in added)
-
-
-@each_model
-@each_composition
-@torch.no_grad()
-def test_on_and_off_without_a_trace(model_type: str, composition: str) -> None:
-    model = small_model(model_type)
-    ids, mask = tokens(), left_padded()
-    names = list(model.state_dict())
-    exact = first_output(model, ids, attention_mask=mask)
-    convert(model, composition=composition)
-    assert not torch.equal(first_output(model, ids, attention_mask=mask), exact)
+    for composition in ("merged", "local-global"):
+        convert(model, composition=composition, extension_ratio=2)
+        assert not torch.equal(first_output(model, ids, attention_mask=mask), exact)
     assert hf_effattn.unpatch_attention(model) is model
-    assert list(model.state_dict()) == names
+    assert list(model.state_dict()) == list(before)
     assert not hasattr(model.config, "effattn")
     assert model.config._attn_implementation == "sdpa"
     assert not any(RECORD in vars(module) for module in model.modules())
@@ -106,8 +91,7 @@ def test_position_tables_are_added_to_the_input_of_queries_and_keys(model_type: 
 
 
 @each_model
-@each_composition
-@pytest.mark.parametrize("ratio", [1, 3])
+@pytest.mark.parametrize(("composition", "ratio"), [("merged", 3), ("local-global", 1)])
 @torch.no_grad()
 def test_a_padded_batch_is_its_texts_alone(model_type: str, composition: str, ratio: int) -> None:
     """On the left or on the right, of odd lengths: slices are counted from each text's first token."""
@@ -124,27 +108,25 @@ def test_a_padded_batch_is_its_texts_alone(model_type: str, composition: str, ra
     assert_close_to_reference("right", right[:1, :-6], alone, rtol=1e-12)
 
 
-@each_composition
+@pytest.mark.parametrize("model_type", ["bert", "gpt2"])
 @torch.no_grad()
-def test_an_input_of_one_token_and_an_item_of_padding(composition: str) -> None:
-    for model_type in ("bert", "gpt2"):
+def test_an_input_of_one_token_and_an_item_of_padding(model_type: str) -> None:
+    mask = torch.ones(2, LENGTH, dtype=torch.long)
+    mask[1] = 0
+    for composition in ("merged", "local-global"):
         model = convert(small_model(model_type), composition=composition)
         assert first_output(model, tokens(1)).isfinite().all()
-        mask = torch.ones(2, LENGTH, dtype=torch.long)
-        mask[1] = 0
         assert first_output(model, tokens(), attention_mask=mask).isfinite().all()
 
 
 @torch.no_grad()
-def test_chosen_layers_and_heads_of_models() -> None:
-    model = small_model("bert", AutoModelForSequenceClassification)
-    ids = tokens()
+def test_chosen_layers() -> None:
+    model, ids = small_model("bert", AutoModelForSequenceClassification), tokens()
     exact = model(ids, output_hidden_states=True).hidden_states
     convert(model, layers=[1])
     assert list(model.bert._modules)[-1] == NAME
     converted = model(ids, output_hidden_states=True).hidden_states
-    assert torch.equal(converted[1], exact[1])
-    assert not torch.equal(converted[2], exact[2])
+    assert [torch.equal(*both) for both in zip(converted, exact, strict=True)] == [True, True, False, False]
 
 
 def test_converting_again() -> None:
@@ -193,18 +175,6 @@ def test_more_slices_than_the_tables_have() -> None:
         first_output(model, tokens(29))
 
 
-@torch.no_grad()
-def test_a_deep_copy_has_tables_of_its_own() -> None:
-    model = convert(small_model("bert"))
-    ids = tokens()
-    expected = first_output(model, ids)
-    copied = copy.deepcopy(model)
-    for table in getattr(copied, NAME).parameters():
-        table.zero_()
-    assert torch.equal(first_output(model, ids), expected)
-    assert not torch.equal(first_output(copied, ids), expected)
-
-
 def test_copied_layers_use_the_tables_of_the_model_that_they_are_put_into() -> None:
     """As who drops layers does; each copy took a hidden copy of the whole model with it."""
     model = convert(small_model("bert"))
@@ -215,32 +185,31 @@ def test_copied_layers_use_the_tables_of_the_model_that_they_are_put_into() -> N
     first_output(model.bfloat16(), tokens())
 
 
-def test_a_deep_copy_of_the_model_without_its_head_has_tables_of_its_own() -> None:
-    model = convert(small_model("bert", AutoModelForSequenceClassification))
-    copied = copy.deepcopy(model.bert)
+@pytest.mark.parametrize("head", [False, True])
+def test_a_deep_copy_has_tables_of_its_own(head: bool) -> None:
+    """Also one of the model without its head."""
+    model = convert(small_model("bert", AutoModelForSequenceClassification if head else None)).base_model
+    expected = first_output(model, tokens())
+    copied = copy.deepcopy(model)
     first_output(copied, tokens()).square().mean().backward()
-    assert all(table.grad is not None for table in getattr(copied, NAME).parameters())
-    assert all(table.grad is None for table in getattr(model.bert, NAME).parameters())
-
-
-def test_a_model_converted_in_inference_mode_can_be_trained() -> None:
-    model = small_model("bert")
-    with torch.inference_mode():
-        convert(model, trained=False)
-    first_output(model.train(), tokens()).square().mean().backward()
-    for table in getattr(model, NAME).parameters():
-        assert table.grad is not None
-        assert table.grad.any()
-
-
-def test_min_length_runs_exact_attention_below() -> None:
-    model = small_model("bert")
     with torch.no_grad():
-        exact = first_output(model, tokens())
-        convert(model, min_length=LENGTH + 1)
-        assert torch.equal(first_output(model, tokens()), exact)
-        convert(model, min_length=LENGTH)
-        assert not torch.equal(first_output(model, tokens()), exact)
+        for own, others in zip(getattr(copied, NAME).parameters(), getattr(model, NAME).parameters(), strict=True):
+            assert own.grad is not None
+            assert others.grad is None
+            own.zero_()
+    assert torch.equal(first_output(model, tokens()), expected)
+    assert not torch.equal(first_output(copied, tokens()), expected)
+
+
+@torch.no_grad()
+def test_short_inputs_and_dense_masks_stay_exact() -> None:
+    model, mask = small_model("bert"), torch.ones(2, 1, LENGTH, LENGTH, dtype=torch.bool).tril()
+    exact, masked = first_output(model, tokens()), first_output(model, tokens(), attention_mask=mask)
+    convert(model, min_length=LENGTH + 1)
+    assert torch.equal(first_output(model, tokens()), exact)
+    convert(model, min_length=LENGTH)
+    assert not torch.equal(first_output(model, tokens()), exact)
+    assert torch.equal(first_output(model, tokens(), attention_mask=mask), masked)
 
 
 @torch.no_grad()
@@ -259,76 +228,15 @@ def test_attention_weights() -> None:
         model(tokens(head_dim), output_attentions=True)
 
 
-@pytest.mark.parametrize(
-    ("settings", "error", "message"),
-    [
-        ({"slice_length": 0}, ValueError, "slice_length must be at least 1, got 0: the tokens of a slice"),
-        ({"slice_length": 2.5}, TypeError, "slice_length must be an int, got 2.5"),
-        ({"extension_ratio": 4}, ValueError, r"extension_ratio must lie in \[1, 3\], got 4"),
-        ({"extension_ratio": "2"}, TypeError, "extension_ratio must be a number, got str"),
-        ({"slice_length": 3, "extension_ratio": 2}, ValueError, "takes 1.5 tokens of each neighbour"),
-        ({"composition": "merge"}, ValueError, 'composition must be one of "merged", "local-global".*mean "merged"'),
-        ({"attend_ends": 1}, TypeError, "attend_ends must be True, False or None, got 1"),
-        ({"min_length": -1}, ValueError, "min_length must be at least 0"),
-        ({"min_length": None}, TypeError, "min_length must be an int, got None"),
-        ({"slice_len": 4}, ValueError, "'cst' has no setting 'slice_len' .did you mean \"slice_length\""),
-        ({"clusters": 4}, ValueError, "'cst' has no setting 'clusters'"),
-        ({"slice_length": 64}, ValueError, "slice_length is 64, but BertModel takes 64 tokens at most"),
-        ({"layers": [5]}, ValueError, "layers has 5"),
-    ],
-)
-@pytest.mark.parametrize("converted", [False, True])
-def test_a_mistake_leaves_the_model_as_it_was(
-    settings: dict[str, Any], error: type[Exception], message: str, converted: bool
-) -> None:
-    model = small_model("bert")
-    if converted:
-        convert(model)
-    ids, names, config = tokens(), list(model.state_dict()), model.config.to_dict()
-    expected = first_output(model, ids)
-    with pytest.raises(error, match=message):
-        hf_effattn.patch_attention(model, "cst", **settings)
-    assert torch.equal(first_output(model, ids), expected)
-    assert list(model.state_dict()) == names
-    assert model.config.to_dict() == config
-
-
-def test_a_failure_half_way_is_undone(monkeypatch: pytest.MonkeyPatch) -> None:
-    model = small_model("bert")
-
-    def fail(*args: Any) -> None:
-        raise RuntimeError("disk on fire")
-
-    for converted in (False, True):
-        if converted:
-            convert(model)
-        tables = model._modules.get(NAME)
-        with monkeypatch.context() as patched:
-            patched.setattr(hf_effattn.patching.patch, "write_stored", fail)
-            with pytest.raises(RuntimeError, match="disk on fire"):
-                hf_effattn.patch_attention(model, "cst", slice_length=8)
-        assert model._modules.get(NAME) is tables
-        assert model.config._attn_implementation == ("cst" if converted else "sdpa")
-
-
-def test_padding_rows_of_roberta_are_no_places_for_tokens() -> None:
-    """Its table has 64 rows, for 62 tokens."""
+def test_models_that_cannot_be_converted() -> None:
+    # Its table has 64 rows, for 62 tokens.
     with pytest.raises(ValueError, match="slice_length is 62, but RobertaModel takes 62 tokens at most"):
         hf_effattn.patch_attention(small_model("roberta"), "cst", slice_length=62)
-
-
-def test_models_that_cannot_be_converted() -> None:
-    for model_type in ("vit", "modernbert", "whisper"):
-        model = tiny_model(model_type)
-        batch = batch_for(model)
-        exact = encoded(model, batch)
-        with pytest.raises(ValueError, match=rf'does not know where .*"{model_type}".*it converts bert, roberta'):
+    for model in (tiny_model("modernbert"), tiny_model("whisper"), make_model("llama")):
+        name = model.config.model_type
+        with pytest.raises(ValueError, match=rf'does not know where .*"{name}".*it converts bert, roberta'):
             hf_effattn.patch_attention(model, "cst", **SLICES)
-        assert torch.equal(encoded(model, batch), exact)
         assert not hasattr(model.config, "effattn")
-    llama = AutoConfig.for_model("llama", vocab_size=60, hidden_size=32, num_hidden_layers=1, num_attention_heads=2)
-    with pytest.raises(ValueError, match="does not know where LlamaForCausalLM"):
-        hf_effattn.patch_attention(AutoModelForCausalLM.from_config(llama), "cst")
 
 
 def test_transformers_own_switch_cannot_convert() -> None:
@@ -341,22 +249,6 @@ def test_transformers_own_switch_cannot_convert() -> None:
         assert switched(tokens())[0].isfinite().all()
 
 
-def test_dense_masks_stay_exact() -> None:
-    model = small_model("bert")
-    mask = torch.ones(2, 1, LENGTH, LENGTH, dtype=torch.bool).tril()
-    with torch.no_grad():
-        exact = first_output(model, tokens(), attention_mask=mask)
-        convert(model)
-        assert torch.equal(first_output(model, tokens(), attention_mask=mask), exact)
-
-
-@pytest.fixture
-def one_process() -> Iterator[None]:
-    torch.distributed.init_process_group("gloo", store=torch.distributed.HashStore(), rank=0, world_size=1)
-    yield
-    torch.distributed.destroy_process_group()
-
-
 @pytest.mark.usefixtures("one_process")
 @pytest.mark.parametrize("wrap", [DistributedDataParallel, fully_shard], ids=["ddp", "fsdp2"])
 def test_a_wrapped_model_is_not_converted(wrap: Any) -> None:
@@ -367,3 +259,66 @@ def test_a_wrapped_model_is_not_converted(wrap: Any) -> None:
     assert not any(NAME in name for name, _ in wrapped.named_parameters())
     hf_effattn.patch_attention(wrapped, "clustered", clusters=4, min_length=0)
     hf_effattn.patch_attention(wrap(convert(small_model("bert"))), "cst", **SLICES)
+
+
+each_composition = pytest.mark.parametrize("composition", ["merged", "local-global"])
+
+
+def task(model_type: str, **changes: Any) -> tuple[Any, dict[str, torch.Tensor]]:
+    """A model with a head, and a padded batch with labels."""
+    auto_class = AutoModelForCausalLM if model_type == "gpt2" else AutoModelForSequenceClassification
+    model = small_model(model_type, auto_class, **changes)
+    ids, mask = tokens(), left_padded()
+    labels = ids.masked_fill(mask == 0, -100) if model_type == "gpt2" else torch.tensor([0, 1])
+    return model, {"input_ids": ids, "attention_mask": mask, "labels": labels}
+
+
+@pytest.mark.parametrize("model_type", ["bert", "gpt2"])
+@each_composition
+def test_every_parameter_gets_a_gradient(model_type: str, composition: str) -> None:
+    """Those of new tables too, although all their entries are 0."""
+    model, inputs = task(model_type)
+    convert(model, composition=composition, trained=False, extension_ratio=2)
+    model(**inputs).loss.backward()
+    found = {name: weight.grad for name, weight in model.named_parameters()}
+    assert all(gradient is not None and gradient.isfinite().all() for gradient in found.values())
+    tables = [gradient for name, gradient in found.items() if NAME in name]
+    assert len(tables) == 2
+    assert all(gradient.any() for gradient in tables)
+
+
+@each_composition
+def test_gradients_of_the_tables_are_those_of_small_changes(composition: str) -> None:
+    model, inputs = task("gpt2")
+    inputs.pop("labels")
+    convert(model.double(), composition=composition, extension_ratio=2)
+    model(**inputs).logits[1].sin().sum().backward()
+    for table in getattr(model.base_model, NAME).parameters():
+        gradient = table.grad
+        direction = torch.randn(table.shape, dtype=torch.float64, generator=torch.Generator().manual_seed(6))
+        losses = []
+        for step in (1e-6, -1e-6):
+            with torch.no_grad():
+                table += step * direction
+                losses.append(model(**inputs).logits[1].sin().sum().item())
+                table -= step * direction
+        assert (losses[0] - losses[1]) / 2e-6 == pytest.approx((gradient * direction).sum().item(), rel=1e-5)
+
+
+@pytest.mark.usefixtures("autocast_rules")
+@pytest.mark.parametrize(
+    ("model_type", "composition", "dtype"),
+    [("bert", "merged", torch.float16), ("bert", "local-global", torch.bfloat16), ("gpt2", "merged", torch.bfloat16)],
+)
+def test_autocast_is_close_to_full_precision(model_type: str, composition: str, dtype: torch.dtype) -> None:
+    weights = {"initializer_range": 0.05}
+    model, inputs = task(model_type, **weights)
+    convert(model, composition=composition)
+    with torch.autocast("cpu", dtype=dtype):
+        output = model(**inputs)
+    output.loss.backward()
+    assert all(weight.grad.isfinite().all() for weight in model.parameters())
+    valid = inputs["attention_mask"].bool() if model_type == "gpt2" else slice(None)
+    exact = model.double()(**inputs).logits.detach()
+    found, rounding = output.logits.detach().double(), torch.finfo(dtype).eps
+    assert_close_to_reference("logits", found[valid], exact[valid], rtol=4 * rounding)

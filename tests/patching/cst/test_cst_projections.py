@@ -1,15 +1,18 @@
-"""Converted layers use their projections as exact attention does: one call each, whatever stands in their place."""
+"""Converted layers use projections and tables as exact attention does, whatever stands in their place."""
 
+import copy
 import inspect
 import warnings
 from collections import Counter
-from collections.abc import Iterator
+from collections.abc import Iterable
 from typing import Any
 
+import accelerate
 import peft
 import pytest
 import torch
 from accelerate import big_modeling
+from peft.utils import ModulesToSaveWrapper
 from support.closeness import assert_close_to_reference
 from support.cst_conversions import CONVERTED, LENGTH, convert, first_output, small_model, tokens
 from torch import nn
@@ -18,11 +21,9 @@ from transformers import AutoModelForCausalLM, AutoModelForSequenceClassificatio
 from transformers.pytorch_utils import Conv1D
 
 import hf_effattn
+from hf_effattn.patching.methods.cst import CompositeSlices
 from hf_effattn.patching.methods.cst.positions import NAME, PROJECTIONS
 from hf_effattn.patching.model_types.stacks import find_stacks
-
-each_composition = pytest.mark.parametrize("composition", ["merged", "local-global"])
-two_types = pytest.mark.parametrize("model_type", ["bert", "gpt2"])
 
 
 def linear_layers(model: nn.Module) -> dict[str, nn.Module]:
@@ -51,23 +52,23 @@ def test_every_linear_layer_is_called_as_often_as_by_exact_attention(model_type:
     assert calls == exact + projections
 
 
+def with_two_adapters(model: Any, names: Iterable[str]) -> Any:
+    is_gpt2 = model.config.model_type == "gpt2"
+    config = peft.LoraConfig(r=4, target_modules=list(names), init_lora_weights=False, fan_in_fan_out=is_gpt2)
+    model = peft.get_peft_model(model, config)
+    model.add_adapter("two", config)
+    return model.eval()
+
+
 @pytest.mark.compatibility("peft", "batches of several adapters (`adapter_names`)", "runs")
-@two_types
-@each_composition
-@pytest.mark.parametrize("ratio", [1, 3])
+@pytest.mark.parametrize(
+    ("model_type", "composition", "ratio"), [("bert", "local-global", 1), ("bert", "merged", 3), ("gpt2", "merged", 1)]
+)
 @torch.no_grad()
 def test_a_batch_of_several_adapters_is_each_alone(model_type: str, composition: str, ratio: int) -> None:
     """PEFT's `adapter_names`: every text goes through an adapter of its own, and so do the positions."""
     model = convert(small_model(model_type).double(), composition=composition, extension_ratio=ratio)
-    config = peft.LoraConfig(
-        r=4,
-        target_modules=list(PROJECTIONS[model_type][:2]),
-        init_lora_weights=False,
-        fan_in_fan_out=model_type == "gpt2",
-    )
-    model = peft.get_peft_model(model, config)
-    model.add_adapter("two", config)
-    model.eval()
+    model = with_two_adapters(model, PROJECTIONS[model_type][:2])
     ids, mask = tokens(batch=3), torch.ones(3, LENGTH, dtype=torch.long)
     mask[0, -6:] = 0
     mixed = model(input_ids=ids, attention_mask=mask, adapter_names=["default", "two", "__base__"])[0]
@@ -85,10 +86,7 @@ def test_a_batch_of_several_adapters_is_each_alone(model_type: str, composition:
 @torch.no_grad()
 def test_steps_of_several_adapters_over_a_cache() -> None:
     model = convert(small_model("gpt2").double(), extension_ratio=2)
-    config = peft.LoraConfig(r=4, target_modules=["c_attn"], init_lora_weights=False, fan_in_fan_out=True)
-    model = peft.get_peft_model(model, config)
-    model.add_adapter("two", config)
-    model.eval()
+    model = with_two_adapters(model, ["c_attn"])
     ids, names = tokens(), {"adapter_names": ["two", "default"]}
     whole = model(input_ids=ids, use_cache=False, **names).logits
     past, rows = DynamicCache(config=model.config), []
@@ -101,8 +99,7 @@ def test_steps_of_several_adapters_over_a_cache() -> None:
 @pytest.mark.skipif(
     not hasattr(big_modeling, "attach_layerwise_casting_hooks"), reason="accelerate is older than this"
 )
-@each_composition
-@pytest.mark.parametrize("converted_first", [True, False])
+@pytest.mark.parametrize(("composition", "converted_first"), [("merged", True), ("local-global", False)])
 @torch.no_grad()
 def test_weights_that_are_stored_in_a_byte(composition: str, converted_first: bool) -> None:
     """They are cast while a layer is called, and are no numbers to compute with between its calls."""
@@ -165,17 +162,9 @@ def test_calibrated_int8_costs_no_more_than_in_the_exact_model(size: float) -> N
     assert 0 < errors[True] < 2 * errors[False]
 
 
-@pytest.fixture
-def one_process() -> Iterator[None]:
-    torch.distributed.init_process_group("gloo", store=torch.distributed.HashStore(), rank=0, world_size=1)
-    yield
-    torch.distributed.destroy_process_group()
-
-
 @pytest.mark.compatibility("torch", "DDP of a conversion with short batches, without `find_unused_parameters`", "runs")
 @pytest.mark.usefixtures("one_process")
-@two_types
-@pytest.mark.parametrize("exactly", ["short", "dense mask"])
+@pytest.mark.parametrize(("model_type", "exactly"), [("bert", "dense mask"), ("gpt2", "short")])
 @pytest.mark.filterwarnings("ignore:.* attends exactly here")
 def test_ddp_trains_through_batches_that_run_exactly(model_type: str, exactly: str) -> None:
     """Each process waits for a gradient of every parameter, the tables of positions among them."""
@@ -194,28 +183,28 @@ def test_ddp_trains_through_batches_that_run_exactly(model_type: str, exactly: s
             assert (not table.grad.any()) == is_zero
 
 
-def dense_mask(model: Any) -> None:
-    first_output(model, tokens(), attention_mask=torch.ones(2, 1, LENGTH, LENGTH, dtype=torch.bool).tril())
+def dense_mask(model: Any) -> torch.Tensor:
+    return first_output(model, tokens(), attention_mask=torch.ones(2, 1, LENGTH, LENGTH, dtype=torch.bool).tril())
 
 
-def packed(model: Any) -> None:
+def packed(model: Any, **lengths: torch.Tensor) -> torch.Tensor:
     positions = torch.cat([torch.arange(13), torch.arange(LENGTH - 13)])[None]
-    model(tokens(batch=1), position_ids=positions, use_cache=False)
+    return model(tokens(batch=1), position_ids=positions, use_cache=False, **lengths).logits
 
 
-def packed_by_collator(model: Any) -> None:
+def packed_by_collator(model: Any) -> torch.Tensor:
     lengths = torch.tensor([0, 13, LENGTH], dtype=torch.int32)
-    positions = torch.cat([torch.arange(13), torch.arange(LENGTH - 13)])[None]
-    model(tokens(batch=1), position_ids=positions, use_cache=False, cu_seq_lens_q=lengths, cu_seq_lens_k=lengths)
+    return packed(model, cu_seq_lens_q=lengths, cu_seq_lens_k=lengths)
 
 
-def prefix(model: Any) -> None:
+def prefix(model: Any) -> torch.Tensor:
     past, hidden = DynamicCache(config=model.config), model.embeddings(tokens())
     for index, layer in enumerate(model.encoder.layer):
-        past.update(torch.randn(2, 2, 7, 16), torch.randn(2, 2, 7, 16), index)
+        past.update(torch.ones(2, 2, 7, 16), torch.ones(2, 2, 7, 16), index)
         name = "cache" if "cache" in inspect.signature(layer.forward).parameters else "past_key_values"
         hidden = layer(hidden, **{name: past})
         hidden = hidden[0] if isinstance(hidden, tuple) else hidden
+    return hidden
 
 
 @pytest.mark.compatibility("transformers", "packed texts and prefixes on a conversion", "told")
@@ -229,26 +218,25 @@ def prefix(model: Any) -> None:
     ],
 )
 def test_a_conversion_that_runs_exactly_says_so_once(model_type: str, call: Any, why: str) -> None:
-    model = convert(small_model(model_type))
+    model = small_model(model_type)
+    exact = call(model)
+    convert(model)
     with pytest.warns(UserWarning, match=rf'attends exactly here, not by "cst", .*{why}') as caught:
-        call(model)
+        assert torch.equal(call(model), exact)
     assert len(caught) == 1
     with warnings.catch_warnings():
         warnings.simplefilter("error")
         call(model)
 
 
+@pytest.mark.filterwarnings("error")
 def test_what_was_asked_for_is_not_warned_of() -> None:
     for model_type in ("bert", "gpt2"):
         model = convert(small_model(model_type), min_length=16)
-        with warnings.catch_warnings():
-            warnings.simplefilter("error")
-            for length in (1, 12, LENGTH):
-                first_output(model, tokens(length))
-            first_output(convert(model, layers=[1]), tokens())
-    with warnings.catch_warnings():
-        warnings.simplefilter("error")
-        first_output(convert(small_model("gpt2")), tokens(1))
+        for length in (1, 12, LENGTH):
+            first_output(model, tokens(length))
+        first_output(convert(model, layers=[1]), tokens())
+    first_output(convert(small_model("gpt2")), tokens(1))
 
 
 def test_a_layer_that_lost_its_hooks_does_not_attend_without_positions() -> None:
@@ -258,3 +246,113 @@ def test_a_layer_that_lost_its_hooks_does_not_attend_without_positions() -> None
         module.forward(torch.randn(2, LENGTH, 32))
     hf_effattn.unpatch_attention(model)
     assert not any(module._forward_hooks or module._forward_pre_hooks for module in model.modules())
+
+
+def wrapped() -> Any:
+    model = convert(small_model("bert"))
+    wrapper = ModulesToSaveWrapper(getattr(model, NAME), "default")  # the tables, frozen, and a copy that learns
+    setattr(model, NAME, wrapper)
+    return model
+
+
+def test_the_copy_of_an_adapter_learns_and_is_attended_with() -> None:
+    model = wrapped()
+    before = first_output(model, tokens())
+    before.square().sum().backward()
+    gradients = {name: weight.grad for name, weight in getattr(model, NAME).named_parameters()}
+    assert all((gradient is not None) == name.startswith("modules_to_save") for name, gradient in gradients.items())
+    with torch.no_grad():
+        getattr(model, NAME).modules_to_save["default"].token_positions.add_(1.0)
+    assert not torch.equal(first_output(model, tokens()), before)
+
+
+def test_a_wrapper_of_the_tables_is_kept_put_back_and_taken_away(monkeypatch: pytest.MonkeyPatch) -> None:
+    model = wrapped()
+    wrapper = getattr(model, NAME)
+    hf_effattn.patch_attention(model, "cst", slice_length=4, sinks=False)
+    assert getattr(model, NAME) is wrapper
+
+    def fail(*args: Any) -> None:
+        raise RuntimeError("disk on fire")
+
+    with monkeypatch.context() as patched:
+        patched.setattr(hf_effattn.patching.patch, "write_stored", fail)
+        with pytest.raises(RuntimeError, match="disk on fire"):
+            hf_effattn.patch_attention(model, "clustered")
+    assert getattr(model, NAME) is wrapper
+    with pytest.raises(
+        ValueError, match=rf"the {NAME} of BertModel are inside a ModulesToSaveWrapper; extend the positions"
+    ):
+        hf_effattn.extend_positions(model, 128)
+    assert model.config.max_position_embeddings == 64
+    with pytest.warns(UserWarning, match="trained position tables"):
+        hf_effattn.patch_attention(model, "cst", slice_length=8)
+    assert not getattr(model, NAME).token_positions.any()
+    assert not hasattr(hf_effattn.unpatch_attention(wrapped()), NAME)
+
+
+def position_terms(model: Any, monkeypatch: pytest.MonkeyPatch) -> list[Any]:
+    """What each layer adds to queries and to keys, `(H, R, D)`."""
+    found, attend = [], CompositeSlices.attend
+
+    def watched(self: Any, query: Any, key: Any, value: Any, options: Any, *groups: Any) -> torch.Tensor:
+        found.append(options.positions)
+        return attend(self, query, key, value, options, *groups)
+
+    with monkeypatch.context() as patched:
+        patched.setattr(CompositeSlices, "attend", watched)
+        first_output(model, tokens())
+    return found
+
+
+@torch.no_grad()
+def test_positions_keep_their_precision_beside_a_large_bias(monkeypatch: pytest.MonkeyPatch) -> None:
+    model = convert(small_model("bert")).to(torch.bfloat16)
+    module: Any = find_stacks(model)[0].modules[0]
+    generator = torch.Generator().manual_seed(5)
+    for table in getattr(model, NAME).parameters():
+        table.mul_(0.02)
+    for projection in (module.query, module.key):
+        projection.bias.copy_(torch.randn(32, generator=generator))
+    rows = torch.cat([getattr(model, NAME).token_positions, getattr(model, NAME).slice_positions[:7]])
+    found = position_terms(model, monkeypatch)[0]
+    for projection, actual in zip((module.query, module.key), found, strict=True):
+        reference = rows.double() @ projection.weight.double().T
+        rounded = rows @ projection.weight.T
+        assert_close_to_reference("term", actual.transpose(0, 1).flatten(1), reference, baseline=rounded)
+
+
+@torch.no_grad()
+def test_positions_through_offloaded_projections() -> None:
+    model = convert(small_model("bert").double())
+    for module in find_stacks(model)[0].modules:
+        for name in ("query", "key", "value"):
+            getattr(module, name).bias.normal_()
+    expected = first_output(model, tokens())
+    accelerate.cpu_offload(model.encoder, execution_device=torch.device("cpu"))
+    assert model.encoder.layer[0].attention.self.query.bias.is_meta
+    assert_close_to_reference("output", first_output(model, tokens()), expected, rtol=1e-12)
+
+
+@pytest.mark.filterwarnings("ignore:torch.ao.quantization is deprecated", "ignore:torch.quantize_per_tensor")
+@torch.no_grad()
+def test_quantised_projections_without_a_parameter(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Their bias is packed away with the weights."""
+    quantised = torch.ao.quantization.quantize_dynamic(small_model("bert"), {nn.Linear}, dtype=torch.qint8)
+    convert(quantised, trained=False)
+    assert getattr(quantised, NAME).token_positions.dtype == torch.float32
+    assert not list(find_stacks(quantised)[0].modules[0].parameters())
+    assert not any(terms.any() for of_layer in position_terms(quantised, monkeypatch) for terms in of_layer)
+    convert(quantised)
+    assert first_output(quantised, tokens()).isfinite().all()
+
+
+def test_only_trained_tables_are_missed() -> None:
+    model = convert(small_model("bert"), trained=False)
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        convert(model, trained=False, extension_ratio=3)
+        convert(model, extension_ratio=3, composition="local-global")
+    for other in ({"method": "cst", "slice_length": 8}, {"method": "clustered", "min_length": 0}):
+        with pytest.warns(UserWarning, match=rf"trained position tables \({NAME}\) that BertModel .* are left out"):
+            hf_effattn.patch_attention(convert(copy.deepcopy(model)), **other)

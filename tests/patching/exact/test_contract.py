@@ -13,35 +13,36 @@ import hf_effattn
 from hf_effattn.patching.model_types.stacks import find_stacks
 
 from . import (
-    test_disentangled,
-    test_longformer,
     test_own_attention,
-    test_parakeet,
     test_pixtral,
-    test_privacy_filter,
     test_relative_bias,
+    test_sinks,
     test_softcap,
-    test_wav2vec2_distances,
+    test_speech,
+    test_windows,
 )
 from .contract import EQUAL, METHOD, Kind, classes_of_ours, implementations, record, with_dropout
 
 KINDS: list[Kind] = [
-    *test_parakeet.KINDS,
-    *test_wav2vec2_distances.KINDS,
+    *test_speech.KINDS,
     *test_relative_bias.KINDS,
-    *test_disentangled.KINDS,
     *test_own_attention.KINDS,
-    *test_longformer.KINDS,
     *test_pixtral.KINDS,
-    *test_privacy_filter.KINDS,
+    *test_sinks.KINDS,
     *test_softcap.KINDS,
+    *test_windows.KINDS,
 ]
+
+
+def slow_if(slow: bool) -> list[pytest.MarkDecorator]:
+    return [pytest.mark.slow] if slow else []
 
 
 def each_kind(promises: Callable[[Kind], Any]) -> pytest.MarkDecorator:
     """Of all kinds those that make a promise."""
+    making = [kind for kind in KINDS if promises(kind) not in (None, False, "", {}, ())]
     return pytest.mark.parametrize(
-        "kind", [pytest.param(kind, id=kind.name) for kind in KINDS if promises(kind) not in (None, False, "", {}, ())]
+        "kind", [pytest.param(kind, id=kind.name, marks=slow_if(kind.slow)) for kind in making]
     )
 
 
@@ -60,7 +61,11 @@ def constants(kind: Kind, monkeypatch: pytest.MonkeyPatch) -> None:
 @pytest.mark.usefixtures("constants")
 @pytest.mark.parametrize(
     ("kind", "case"),
-    [pytest.param(kind, case, id=f"{kind.name}, {name}") for kind in KINDS for name, case in kind.cases.items()],
+    [
+        pytest.param(kind, case, id=f"{kind.name}, {name}", marks=slow_if(kind.slow))
+        for kind in KINDS
+        for name, case in kind.cases.items()
+    ],
 )
 def test_a_patched_model_has_the_values_and_gradients_of_the_exact_one(
     kind: Kind, case: dict[str, Any], calls: list[Any]
@@ -129,12 +134,15 @@ def test_attention_weights_are_transformers(kind: Kind, calls: list[Any]) -> Non
 
 @each_kind(lambda kind: kind.whole)
 @torch.no_grad()
-def test_the_switch_of_transformers_changes_nothing(kind: Kind) -> None:
+def test_the_switch_of_transformers_changes_nothing(kind: Kind, calls: list[Any]) -> None:
     """It is heard where transformers calls a function, which then runs exactly, with the matrix that it is given."""
     model, inputs = kind.make(), kind.inputs()
     exact = kind.whole(model, inputs)
     model.set_attn_implementation(METHOD)
+    calls.clear()
     kind.whole_near.check(kind.whole(model, inputs), exact)
+    if kind.heard:
+        kind.ran(calls, inputs)
     hf_effattn.unpatch_attention(model)
     EQUAL.check(kind.whole(model, inputs), exact)
 
@@ -210,14 +218,8 @@ def test_a_trace_is_of_transformers_code(kind: Kind) -> None:
     kind.near.check([last[seen]], [expected[0][seen]])
 
 
-@pytest.mark.parametrize(
-    "kind",
-    [
-        pytest.param(kind, id=kind.name, marks=[] if kind.compiled == "eager" else [pytest.mark.slow])
-        for kind in KINDS
-        if kind.compiled
-    ],
-)
+@pytest.mark.slow_except("gemma2", "pixtral, one group")
+@each_kind(lambda kind: kind.compiled)
 def test_a_compiled_model_gives_the_same(kind: Kind) -> None:
     """And the same gradients, unless the backend is no compiler."""
     model, inputs = kind.patched(**kind.compiled_as), kind.inputs()
@@ -293,3 +295,17 @@ def test_a_patched_model_writes_the_same(kind: Kind, calls: list[Any]) -> None:
     assert not kind.alone or len(calls) == once > 0
     if kind.whole:
         kind.whole_near.check(kind.whole(model, inputs), whole)
+
+
+@each_kind(lambda kind: kind.causal)
+@torch.no_grad()
+def test_no_token_sees_a_later_one(kind: Kind) -> None:
+    model, inputs = kind.patched(), kind.inputs(**next(iter(kind.cases.values())))
+    ids = inputs["input_ids"]
+    before = model(**inputs).logits
+    for position in (20, ids.shape[1] // 2, ids.shape[1] - 30):
+        changed = ids.clone()
+        changed[:, position] = (changed[:, position] + 7) % 55 + 5
+        after = model(**inputs | {"input_ids": changed}).logits
+        assert torch.equal(after[:, :position], before[:, :position])
+        assert not torch.equal(after[:, position], before[:, position])

@@ -1,13 +1,11 @@
 """Pixtral, whose images transformers reads as one sequence under a mask: in groups, each image by itself."""
 
-import copy
-import pickle
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
-from accelerate.hooks import AlignDevicesHook, add_hook_to_module
+from support.tiny_decoders import GROUPED
 from transformers import AutoConfig, AutoModel, AutoModelForImageTextToText, PreTrainedModel
 from transformers.models.pixtral import modeling_pixtral
 
@@ -28,16 +26,7 @@ VISION: dict[str, Any] = {
     "image_size": 64,
     "initializer_range": 0.2,
 }
-TEXT: dict[str, Any] = {
-    "vocab_size": 60,
-    "hidden_size": 32,
-    "num_hidden_layers": 2,
-    "num_attention_heads": 2,
-    "num_key_value_heads": 1,
-    "intermediate_size": 48,
-    "head_dim": 16,
-    "initializer_range": 0.2,
-}
+TEXT = GROUPED | {"num_hidden_layers": 2}
 TOGETHER: dict[str, dict[str, Any]] = {
     "mistral3": {"text_config": TEXT | {"model_type": "mistral"}, "image_token_index": 50, "spatial_merge_size": 2},
     "lighton_ocr": {"text_config": TEXT | {"model_type": "qwen3"}, "image_token_id": 50, "spatial_merge_size": 2},
@@ -53,9 +42,9 @@ SIZES = [(32, 24), (16, 16), (8, 16), (32, 32), (12, 8)]
 PATCHES = [48, 16, 8, 64, 6]
 
 
-def make_tower() -> PreTrainedModel:
+def make_tower(**changes: Any) -> PreTrainedModel:
     torch.manual_seed(0)
-    return AutoModel.from_config(AutoConfig.for_model(**VISION)).eval()
+    return AutoModel.from_config(AutoConfig.for_model(**VISION | changes)).eval()
 
 
 def images(count: int = len(SIZES)) -> dict[str, torch.Tensor]:
@@ -95,7 +84,7 @@ def masks(monkeypatch: pytest.MonkeyPatch) -> list[list[int]]:
 
 def encoded(model: Any, inputs: dict[str, torch.Tensor]) -> tuple[torch.Tensor, ...]:
     found = model(**inputs, output_hidden_states=True)
-    assert len(found.hidden_states) == LAYERS + 1
+    assert len(found.hidden_states) == model.config.num_hidden_layers + 1
     return (*found.hidden_states, found.last_hidden_state)
 
 
@@ -116,6 +105,7 @@ def weigh(model: Any) -> list[torch.Tensor]:
 
 
 ONCE: dict[str, Any] = {"auto": AutoModel, "bfloat16": 1.1, "compiled": "eager"}
+ONCE["compiled_as"] = {"num_hidden_layers": 1}
 KINDS = [
     Kind(
         f"pixtral, {name}",
@@ -170,15 +160,6 @@ def test_weights_of_a_method_are_of_each_image_alone(groups: list[list[int]]) ->
     seen = torch.block_diag(*(torch.ones(patches, patches) for patches in PATCHES))
     assert not approximate[:, :, seen == 0].any()
     assert 1e-3 < (approximate - exact).abs().max() < 0.9
-
-
-@torch.no_grad()
-def test_copied_and_pickled() -> None:
-    model, inputs = hf_effattn.patch_attention(make_tower(), "bi-clustered", **FEW), images()
-    expected = model(**inputs).last_hidden_state
-    for copied in (copy.deepcopy(model), pickle.loads(pickle.dumps(model))):
-        assert type(copied) is pixtral.PixtralVisionModel
-        assert torch.equal(copied(**inputs).last_hidden_state, expected)
 
 
 @torch.no_grad()
@@ -247,15 +228,3 @@ def test_within_a_model_that_reads_text(model_type: str, tmp_path: Path, masks: 
     assert torch.equal(loaded(**inputs).logits, approximate)
     hf_effattn.unpatch_attention(model)
     assert torch.equal(model(**inputs).logits, exact)
-
-
-@torch.no_grad()
-def test_within_the_hooks_of_a_device_map(masks: list[list[int]], monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(pixtral, "GROUP", 1)
-    model, inputs = make_tower(), images()
-    exact = model(**inputs).last_hidden_state
-    masks.clear()
-    add_hook_to_module(model, AlignDevicesHook(execution_device="cpu", io_same_device=True))
-    hf_effattn.patch_attention(model, METHOD)
-    assert_close(model(**inputs).last_hidden_state, exact)
-    assert masks == [[one] for one in PATCHES]

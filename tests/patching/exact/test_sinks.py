@@ -1,4 +1,4 @@
-"""Attention sinks, which transformers' SDPA path has not: models that have them, exact and patched, beside eager."""
+"""Attention sinks, which transformers' SDPA path has not: decoders, and a filter of private words, beside eager."""
 
 from collections.abc import Callable
 from typing import Any
@@ -6,20 +6,29 @@ from typing import Any
 import pytest
 import torch
 from support.causal_cases import exact
-from support.tiny_decoders import EAGER, MODELS, SINKING, class_of, make_model
-from transformers import DynamicCache
+from support.tiny_decoders import EAGER, EXPERTS, GROUPED, MODELS, SINKING, class_of, left_padded, make_model, tokens
+from transformers import CONFIG_MAPPING, AutoConfig, AutoModelForTokenClassification, DynamicCache
 
 import hf_effattn
 from hf_effattn.measuring.recording import Measured, SeenAttention, recording
-from hf_effattn.patching.exact.reference import causal_rows, exact_attention, exact_weights
+from hf_effattn.patching.exact import call
+from hf_effattn.patching.exact.reference import exact_attention, exact_weights
 from hf_effattn.patching.methods import make_method
+
+from .contract import METHOD, Kind, Near, each, logits_of_seen, shapes
 
 LENGTH = 61
 SMALL = {"exact_keys": 18, "key_clusters": 3, "segment_length": 4, "window": 4, "min_length": 0}
 CANDIDATES = [{"method": "bi-clustered", **SMALL}, {"method": "bi-clustered", **SMALL, "exact_keys": 6}]
 WINDOWED = {"layer_types": ["full_attention", "sliding_attention", "full_attention"], "sliding_window": 9}
 WITH_SINKS = [name for name in SINKING if name in MODELS]
-each_model = pytest.mark.parametrize("model_type", WITH_SINKS)
+each_model = pytest.mark.parametrize(
+    "model_type",
+    [
+        pytest.param(name, marks=[] if name in ("gpt_oss", "mimo_v2_flash") else pytest.mark.slow)
+        for name in WITH_SINKS
+    ],
+)
 
 
 def make_sinking(model_type: str = "gpt_oss", **changes: Any) -> Any:
@@ -31,16 +40,6 @@ def make_sinking(model_type: str = "gpt_oss", **changes: Any) -> Any:
     return model
 
 
-def tokens(length: int = LENGTH, batch: int = 2) -> torch.Tensor:
-    return torch.randint(5, 60, (batch, length), generator=torch.Generator().manual_seed(1))
-
-
-def left_padded(length: int = LENGTH) -> torch.Tensor:
-    mask = torch.ones(2, length, dtype=torch.long)
-    mask[0, :9] = 0
-    return mask
-
-
 def drawn(length: int = LENGTH, dtype: torch.dtype = torch.float64, heads: int = 4) -> tuple[torch.Tensor, ...]:
     generator = torch.Generator().manual_seed(0)
     query, key, value = (
@@ -49,6 +48,7 @@ def drawn(length: int = LENGTH, dtype: torch.dtype = torch.float64, heads: int =
     return *(tensor.to(dtype) for tensor in (query, key, value)), torch.linspace(-3, 4, heads).to(dtype)
 
 
+@pytest.mark.slow
 def test_types_without_sdpa_are_known() -> None:
     assert {name for name in MODELS if not class_of(name)._supports_sdpa} == set(EAGER) & set(MODELS)
 
@@ -92,14 +92,6 @@ def test_a_sink_of_minus_infinity_is_none(dtype: torch.dtype) -> None:
     torch.testing.assert_close(actual, plain, rtol=close, atol=close)
 
 
-def test_rows_of_exact_attention_in_two_steps() -> None:
-    query, key, value, sinks = drawn()
-    expected = exact(query, key, value, None, sinks)
-    for rows in (slice(0, 20), slice(20, LENGTH)):
-        actual = causal_rows(query, key, value, rows, None, sinks)
-        torch.testing.assert_close(actual, expected[:, :, rows])
-
-
 def test_weights() -> None:
     query, key, value, sinks = drawn()
     weights = exact_weights(query, key, None, None, causal=True, sinks=sinks)
@@ -108,27 +100,6 @@ def test_weights() -> None:
     weights = settings.weights(query, key, causal=True, sinks=sinks)
     actual = settings.run(query, key, value, causal=True, sinks=sinks)
     torch.testing.assert_close(weights @ value.repeat_interleave(2, 1), actual)
-
-
-@each_model
-@pytest.mark.parametrize("padded", [False, True])
-@torch.no_grad()
-def test_layers_with_windows_run_in_blocks(model_type: str, padded: bool, monkeypatch: pytest.MonkeyPatch) -> None:
-    model, length = make_sinking(model_type, **WINDOWED), 300
-    asked = {"attention_mask": left_padded(length)} if padded else {}
-    expected = model(tokens(length), **asked).logits
-    hf_effattn.patch_attention(model, "exact")
-    run, seen = hf_effattn.patching.exact.call.attend_in_blocks, []
-
-    def counted(*args: Any, **kwargs: Any) -> torch.Tensor:
-        seen.append(kwargs["sinks"])
-        return run(*args, **kwargs)
-
-    monkeypatch.setattr(hf_effattn.patching.exact.call, "attend_in_blocks", counted)
-    actual = model(tokens(length), **asked).logits
-    rows = left_padded(length).bool() if padded else slice(None)
-    torch.testing.assert_close(actual[rows], expected[rows], rtol=0, atol=5e-5)
-    assert [sinks is not None for sinks in seen] == [True]
 
 
 @each_model
@@ -199,23 +170,6 @@ def test_every_head_has_its_own_sink(threads: int, on_threads: Callable[[int], N
     )  # which alone learn
 
 
-@pytest.mark.slow
-@pytest.mark.parametrize("min_length", [0, 1000])
-def test_compiles_to_one_graph(min_length: int) -> None:
-    model = make_sinking("granite_swa", **WINDOWED)
-    hf_effattn.patch_attention(model, "bi-clustered", **SMALL | {"min_length": min_length})
-    asked = {"input_ids": tokens(), "attention_mask": left_padded(), "use_cache": False}
-    expected, found = model(**asked).logits, torch.compile(model, fullgraph=True, backend="aot_eager")(**asked).logits
-    real = left_padded().bool()
-    torch.testing.assert_close(found[real], expected[real], rtol=1e-4, atol=5e-5)
-    found[real].square().sum().backward()
-    ours = [layer.self_attn.sinks.grad.clone() for layer in model.model.layers]
-    model.zero_grad()
-    expected[real].square().sum().backward()
-    for one, layer in zip(ours, model.model.layers, strict=True):
-        torch.testing.assert_close(one, layer.self_attn.sinks.grad, rtol=1e-3, atol=1e-3)
-
-
 @torch.no_grad()
 def test_a_tolerance_measures_beside_the_sinks() -> None:
     query, key, value, sinks = drawn(400)
@@ -257,3 +211,100 @@ def test_calibration_and_reports_compare_with_sinks() -> None:
     hf_effattn.patch_attention(model, settings=found)
     assert model.config._attn_implementation == "per-head"
     assert not torch.equal(model(tokens()).logits, expected)
+
+
+# Of OpenAI, with windows to both sides, and sinks in all layers.
+FILTER_TYPE = "openai_privacy_filter"
+has_filters = pytest.mark.skipif(FILTER_TYPE not in CONFIG_MAPPING, reason="transformers is too old for it")
+FILTER_SIZES: dict[str, Any] = (
+    GROUPED
+    | EXPERTS
+    | {
+        "intermediate_size": 16,
+        "num_hidden_layers": 2,
+        "sliding_window": 16,
+        "max_position_embeddings": 512,
+        "rope_parameters": {"rope_type": "default", "rope_theta": 10000.0},
+    }
+)
+BLOCKS = (2, 1, 6, 64, 64 + 2 * 16)  # of two texts of 300 tokens, one of them behind a gap
+
+
+def make_privacy_filter(**changes: Any) -> Any:
+    """A model whose sinks have from none to most of the weight."""
+    torch.manual_seed(0)
+    config = AutoConfig.for_model(FILTER_TYPE, **FILTER_SIZES | changes)
+    model = AutoModelForTokenClassification.from_config(config, experts_implementation="eager").eval()
+    for layer in model.model.layers:
+        layer.self_attn.sinks.data = torch.linspace(-3, 5, 4)
+    return model
+
+
+def two_texts(padding: str | None = "right", length: int = 300) -> dict[str, torch.Tensor]:
+    inputs = {"input_ids": torch.randint(5, 60, (2, length), generator=torch.Generator().manual_seed(1))}
+    if padding is not None:
+        mask = torch.ones(2, length, dtype=torch.long)
+        mask[1, length - 90 :] = 0
+        inputs["attention_mask"] = mask if padding == "right" else mask.flip(1)
+    return inputs
+
+
+def weigh_privacy_filter(model: Any) -> list[torch.Tensor]:
+    """Those of short texts, too; of rows of tokens that are no padding."""
+    found = []
+    for inputs in (two_texts("right", 120), two_texts("right")):
+        output, real = model(**inputs, output_attentions=True), inputs["attention_mask"].bool()
+        found += [output.logits[real], *(weights.transpose(1, 2)[real] for weights in output.attentions)]
+    return found
+
+
+def check_two_windows(calls: list[torch.Tensor], _: Any) -> None:
+    assert shapes(calls) == [BLOCKS] * 2
+
+
+FILTER = Kind(
+    "privacy filter",
+    make_privacy_filter,
+    two_texts,
+    logits_of_seen,
+    slopes=Near(atol=1e-5, of_each=1e-5),
+    cases=each(padding=(None, "left", "right")),
+    watched=((call, "attend_in_blocks"),),
+    ran=check_two_windows,
+    learns=("sinks",),
+    unpatched=True,
+    auto=AutoModelForTokenClassification,
+    load={"experts_implementation": "eager"},
+    weigh=weigh_privacy_filter,
+    weights_near=Near(atol=1e-5),
+    retrained=Near(rtol=1e-4, atol=1e-4),
+    whole=logits_of_seen,
+    heard=True,
+    says="see a sliding window only",
+    reports=(2, 300, None),
+    alone=True,
+)
+KINDS = [FILTER] if FILTER_TYPE in CONFIG_MAPPING else []
+
+
+@has_filters
+@torch.no_grad()
+def test_a_layer_sees_its_window_and_no_more(in_blocks: list[torch.Size]) -> None:
+    model, inputs = hf_effattn.patch_attention(make_privacy_filter(num_hidden_layers=1), METHOD), two_texts(None)
+    before, changed = model(**inputs).logits, inputs["input_ids"].clone()
+    changed[:, 150] = (changed[:, 150] + 7) % 55 + 5
+    away = (model(input_ids=changed).logits - before).abs().amax(dim=(0, 2))
+    assert away[134:167].min() > 0
+    assert away[:134].max() == away[167:].max() == 0
+    assert len(in_blocks) == 2
+
+
+@has_filters
+@torch.no_grad()
+def test_autocast_runs_it_in_blocks(in_blocks: list[torch.Size]) -> None:
+    model, inputs = hf_effattn.patch_attention(make_privacy_filter(), METHOD).train(), two_texts()
+    (expected,) = logits_of_seen(model, inputs)
+    with torch.autocast("cpu", dtype=torch.bfloat16):
+        (found,) = logits_of_seen(model, inputs)
+    assert (found - expected).norm() < 0.05 * expected.norm()
+    assert len(in_blocks) == 4

@@ -5,23 +5,22 @@ from typing import Any
 
 import pytest
 import torch
-from support.tiny_decoders import FULL, MODELS, make_model
+from support.tiny_decoders import FULL, MODELS, left_padded, make_model, tokens
 from transformers import StaticCache
 
 import hf_effattn
-from hf_effattn.patching.exact import query_chunks, softcap
+from hf_effattn.patching.exact import softcap
 from hf_effattn.patching.exact.reference import exact_weights
 from hf_effattn.patching.exact.softcap import attend_with_softcap
 from hf_effattn.patching.exact.windows import Window, dense_mask, seen_in_blocks
 
-from .contract import METHOD, Kind, Near, logits_of_seen, record
-from .test_sinks import LENGTH, left_padded, tokens
+from .contract import METHOD, Kind, Near, check_recomputed_dropout, logits_of_seen, record, write_by_beams
 
+LENGTH = 61
 BENT = [name for name in ("gemma2", "vaultgemma") if name in MODELS]
 # A bound that changes nearly all scores; the first two layers see all earlier tokens, the third a window.
 CAPPED: dict[str, Any] = {"attn_logit_softcapping": 2.0}
 WINDOWED = {"layer_types": ["full_attention", "full_attention", "sliding_attention"], "sliding_window": 17}
-each_model = pytest.mark.parametrize("model_type", BENT)
 
 
 @pytest.fixture(params=[256, 7], ids=["all rows", "7 rows"])
@@ -87,6 +86,7 @@ def kinds_of(model_type: str) -> list[Kind]:
             says="bound their scores by a tanh",
             reports=(2, LENGTH, "eager"),
             compiled="eager" if model_type == "gemma2" else "",
+            compiled_as={"num_hidden_layers": 1, "layer_types": ["full_attention"]},
             **alike,
         ),
         Kind(
@@ -96,6 +96,8 @@ def kinds_of(model_type: str) -> list[Kind]:
             logits_of_seen,
             weigh=weigh,
             weights_near=Near(atol=1e-5),
+            causal=True,
+            write=write_by_beams,
             **alike,
         ),
     ]
@@ -218,34 +220,18 @@ def test_low_precision(dtype: torch.dtype, rows: int) -> None:
         assert error < 2 * torch.finfo(dtype).eps
 
 
-def test_dropout_and_gradients_that_are_computed_again(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(softcap, "ROWS", 16)
-    given = drawn(torch.float32)
-    asked: dict[str, Any] = {"softcap": 2.0, "scale": None, "dropout": 0.25, "causal": True}
-
-    def drawn_twice() -> list[torch.Tensor]:
-        leaves = [one.clone().requires_grad_() for one in given]
-        torch.manual_seed(5)
-        output = attend_with_softcap(*leaves, None, **asked)
-        return [output, *torch.autograd.grad(output.square().sum(), leaves)]
-
-    kept = drawn_twice()
-    monkeypatch.setattr(query_chunks, "KEPT", 0)
-    for one, other in zip(drawn_twice(), kept, strict=True):
-        torch.testing.assert_close(one, other)
-    exact = attend_with_softcap(*given, None, **asked | {"dropout": 0.0})
-    means = torch.stack([attend_with_softcap(*given, None, **asked) for _ in range(300)]).mean(dim=0)
-    assert (means - exact).norm() / exact.norm() < 0.1
-    assert not torch.equal(kept[0], exact)
+def test_rows_computed_again_lose_the_same_weights(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(softcap, "ROWS", 5)
+    attend = partial(attend_with_softcap, mask=None, softcap=2.0, scale=None, causal=True)
+    check_recomputed_dropout(attend, [(1, 1, 11, 2)] * 3, 1, monkeypatch)
 
 
-@each_model
 @pytest.mark.parametrize("heads", [1, 4])
 @pytest.mark.parametrize("use_cache", [False, True])
 @torch.no_grad()
-def test_a_mask_to_be_added_is_added_as_without_the_patch(model_type: str, heads: int, use_cache: bool) -> None:
+def test_a_mask_to_be_added_is_added_as_without_the_patch(heads: int, use_cache: bool) -> None:
     """Also one of its own for each head, of which two share their keys."""
-    model = make_softcapped(model_type)
+    model = make_softcapped("gemma2")
     assert model.config.num_attention_heads == 2 * model.config.num_key_value_heads
     later = torch.ones(LENGTH, LENGTH, dtype=torch.bool).triu(1)
     slopes = -torch.arange(1, heads + 1)[:, None, None] * later.T.float() / 8
@@ -267,36 +253,15 @@ def test_a_mask_to_be_added_is_added_as_without_the_patch(model_type: str, heads
             torch.testing.assert_close(found, exact, rtol=1e-4, atol=1e-4)
 
 
-@each_model
 @torch.no_grad()
-def test_no_token_sees_a_later_one(model_type: str) -> None:
-    model, ids = hf_effattn.patch_attention(make_softcapped(model_type, **WINDOWED), METHOD), tokens(250)
-    before = model(ids).logits
-    ids[:, 100] = (ids[:, 100] + 1) % 60
-    after = model(ids).logits
-    assert torch.equal(after[:, :100], before[:, :100])
-    assert not torch.equal(after[:, 100:], before[:, 100:])
-
-
-@each_model
-@pytest.mark.parametrize("how", ["cache", "static", "beams", "left padding"])
-@torch.no_grad()
-def test_generation(model_type: str, how: str) -> None:
-    model, ids = make_softcapped(model_type, **WINDOWED), tokens(30)
+def test_a_static_cache() -> None:
+    model, written = make_softcapped("gemma2", **WINDOWED), []
     options: dict[str, Any] = {"do_sample": False, "max_new_tokens": 8, "eos_token_id": None}
-    if how == "beams":
-        options["num_beams"] = 2
-    if how == "left padding":
-        options["attention_mask"] = left_padded(30)
-
-    def written() -> torch.Tensor:
-        if how == "static":
-            options["past_key_values"] = StaticCache(config=model.config, max_cache_len=64)
-        return model.generate(ids, **options)
-
-    expected = written()
-    hf_effattn.patch_attention(model, METHOD)
-    assert torch.equal(written(), expected)
+    for _ in range(2):
+        cache = StaticCache(config=model.config, max_cache_len=64)
+        written.append(model.generate(**inputs_of(30, padded=True), **options, past_key_values=cache))
+        hf_effattn.patch_attention(model, METHOD)
+    assert torch.equal(*written)
 
 
 @torch.no_grad()
@@ -307,15 +272,3 @@ def test_no_bend_no_rows(attended: list[tuple[int, int]]) -> None:
     hf_effattn.patch_attention(model, METHOD)
     torch.testing.assert_close(model(tokens()).logits, exact, rtol=0, atol=5e-5)
     assert attended == []
-
-
-def test_a_model_whose_bend_was_dropped_is_refused() -> None:
-    """Older versions of transformers run it by SDPA, unless told otherwise."""
-    model = make_softcapped("gemma2")
-    model.config._attn_implementation = "sdpa"
-    with pytest.raises(
-        ValueError, match=r'runs "sdpa", which drops the tanh .* Load it with attn_implementation="eager"'
-    ):
-        hf_effattn.patch_attention(model, METHOD)
-    assert model.config._attn_implementation == "sdpa"
-    assert not hasattr(model.config, "effattn")

@@ -56,9 +56,9 @@ def test_samples_of_a_padded_text_are_its_own() -> None:
     assert not sampled_rows(400, torch.zeros(1, 400, dtype=torch.bool), torch.device("cpu")).lt(0).any()
 
 
-@pytest.mark.parametrize("key_heads", [3, 1])
-@pytest.mark.parametrize("causal", [False, True])
-@pytest.mark.parametrize("padded", [0, 20])
+@pytest.mark.parametrize(
+    ("padded", "causal", "key_heads"), [(0, False, 3), (20, False, 1), (0, True, 1), (20, True, 3)]
+)
 def test_all_queries_of_a_short_text_give_the_error_itself(padded: int, causal: bool, key_heads: int) -> None:
     length = SAMPLED
     query, key, value = tensors(length, key_heads=key_heads)
@@ -89,8 +89,7 @@ def test_the_sample_tells_the_error_and_the_margin_covers_it() -> None:
     assert inside[2] > 0.9
 
 
-@pytest.mark.parametrize("method", ["clustered", "i-clustered", "bi-clustered"])
-@pytest.mark.parametrize("padded", [0, 30])
+@pytest.mark.parametrize(("method", "padded"), [("clustered", 0), ("i-clustered", 30), ("bi-clustered", 30)])
 def test_heads_above_the_tolerance_are_exact(method: str, padded: int) -> None:
     query, key, value = tensors(200, heads=4, key_heads=2)
     query[:, 0] *= 3  # needs more than the others
@@ -119,8 +118,22 @@ def test_heads_above_the_tolerance_are_exact(method: str, padded: int) -> None:
     assert torch.equal(kept.bound, measured)
 
 
+@pytest.fixture
+def computed(monkeypatch: pytest.MonkeyPatch) -> list[tuple[int, int]]:
+    """Of every call of SDPA, the rows of all heads, and of one."""
+    calls: list[tuple[int, int]] = []
+    attend = F.scaled_dot_product_attention
+
+    def counted(query: torch.Tensor, *args: Any, **more: Any) -> torch.Tensor:
+        calls.append((query.shape[:3].numel(), query.shape[2]))
+        return attend(query, *args, **more)
+
+    monkeypatch.setattr(F, "scaled_dot_product_attention", counted)
+    return calls
+
+
 @pytest.mark.parametrize("padded", [0, 30])
-def test_heads_that_are_exact_anyway_are_not_computed_again(padded: int, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_heads_that_are_exact_anyway_are_not_computed_again(padded: int, computed: list[tuple[int, int]]) -> None:
     query, key, value = tensors(200, heads=4, key_heads=2)
     mask = left_padded(200, padded)
     candidates = [{"method": "bi-clustered", **SETTINGS}]
@@ -128,17 +141,10 @@ def test_heads_that_are_exact_anyway_are_not_computed_again(padded: int, monkeyp
     heads = make_method("per-head", candidates=candidates, heads=[[0, 1]], min_length=0)
     output = heads.run(query, key, value, key_mask=mask)
     error, bound = MethodOutput(query, key, value, mask, None, False, output).first_errors()
-    called: list[torch.Tensor] = []
-    attend = F.scaled_dot_product_attention
-
-    def counted(query: torch.Tensor, *args: Any, **more: Any) -> torch.Tensor:
-        called.append(query)
-        return attend(query, *args, **more)
-
-    monkeypatch.setattr(F, "scaled_dot_product_attention", counted)
+    computed.clear()
     replace(heads, tolerance=1e3).run(query, key, value, key_mask=mask, module=module)
     (kept,) = measurements_of(module).calls
-    samples = [one.shape[:3].numel() for one in called if one.shape[2] < 200]
+    samples = [rows for rows, length in computed if length < 200]
     assert sum(samples) == 2 * 2 * 16  # of two texts the heads that are clustered
     torch.testing.assert_close(kept.error[:, :2], error[:, :2])
     torch.testing.assert_close(kept.bound[:, :2], bound[:, :2])
@@ -172,16 +178,6 @@ def test_measured_error_is_that_of_the_last_pass() -> None:
     hf_effattn.unpatch_attention(patched(tolerance=0.1))
 
 
-def test_layers_that_share_a_module_are_told_apart() -> None:
-    model = patched("albert", tolerance=1e3)
-    batch = batch_for(model)
-    for _ in range(2):
-        encoded(model, batch)
-        measured = hf_effattn.measured_error(model)
-        assert list(measured) == [0, 1, 2]
-        assert len({float(one.error[0, 0]) for one in measured.values()}) == 3
-
-
 def forget_patch(model: Any) -> None:
     """As a model that transformers loads with `attn_implementation=` the name of the method."""
     for module in model.modules():
@@ -200,8 +196,10 @@ def test_what_was_measured_is_no_state_of_the_model(model_type: str, by_name: bo
     for _ in range(2):
         output = encoded(model, batch)
         assert pickle.dumps(model) == pickled
-    if not by_name:
-        assert list(hf_effattn.measured_error(model)) == [0, 1, 2]
+    if not by_name:  # layers that share a module are told apart
+        measured = hf_effattn.measured_error(model)
+        assert list(measured) == [0, 1, 2]
+        assert len({float(one.error[0, 0]) for one in measured.values()}) == 3
     for other in (copy.deepcopy(model), pickle.loads(pickled)):
         assert not any(measurements_of(module).calls for module in other.modules())
         assert torch.equal(encoded(other, batch), output)
@@ -217,37 +215,15 @@ def test_replicas_of_a_module_keep_their_own() -> None:
     assert measurements_of(replica) is not measurements_of(module)
 
 
-@pytest.mark.slow
-def test_a_model_that_measures_is_compiled_once() -> None:
-    graphs = []
-
-    def backend(graph: torch.fx.GraphModule, inputs: Any) -> Any:
-        graphs.append(graph)
-        return graph.forward
-
-    models = [patched(tolerance=1e3) for _ in range(2)]
-    batch = batch_for(models[0])
-    compiled = torch.compile(models[0], backend=backend, fullgraph=True)
-    for _ in range(2):
-        for model in (compiled, models[1]):
-            with torch.no_grad():
-                model(**batch.inputs)
-    assert len(graphs) == 1
-
-
 def test_a_text_in_a_batch_is_checked_as_alone() -> None:
     together = [*tensors(400), torch.randn(2, 3, 400, 8, generator=torch.Generator().manual_seed(1))]
     alone = [tensor[:1, :, 150:] for tensor in together]
-    for one, other in zip(
-        MethodOutput(*together[:3], left_padded(400, 150), None, False, together[3]).sampled_errors(),
-        MethodOutput(*alone[:3], None, None, False, alone[3]).sampled_errors(),
-        strict=True,
-    ):
+    of_batch = MethodOutput(*together[:3], left_padded(400, 150), None, False, together[3])
+    of_text = MethodOutput(*alone[:3], None, None, False, alone[3])
+    for one, other in zip(of_batch.sampled_errors(), of_text.sampled_errors(), strict=True):
         torch.testing.assert_close(one[:1], other)
 
     # Its heads are told by the first queries or by all of them, whatever the other text's are.
-    of_batch = MethodOutput(*together[:3], left_padded(400, 150), None, False, together[3])
-    of_text = MethodOutput(*alone[:3], None, None, False, alone[3])
     first = of_batch.first_errors()[1]
     between = first.flatten().sort().values.unfold(0, 2, 1).mean(dim=1)
     for tolerance in between.tolist():
@@ -267,30 +243,21 @@ def with_errors(size: float, rows: torch.Tensor) -> MethodOutput:
     return MethodOutput(query, key, value, None, None, False, exact + off * noise)
 
 
-def sampled(attended: MethodOutput, tolerance: float, monkeypatch: pytest.MonkeyPatch) -> tuple[torch.Tensor, int]:
-    """The bounds `(B, H)`, and how many rows were computed for them."""
-    called: list[int] = []
-    attend = F.scaled_dot_product_attention
-
-    def counted(query: torch.Tensor, *args: Any, **more: Any) -> torch.Tensor:
-        called.append(query.shape[:3].numel())
-        return attend(query, *args, **more)
-
-    with monkeypatch.context() as patch:
-        patch.setattr(F, "scaled_dot_product_attention", counted)
+def test_the_first_queries_tell_of_heads_well_within_and_no_others(computed: list[tuple[int, int]]) -> None:
+    def sampled(attended: MethodOutput, tolerance: float) -> tuple[torch.Tensor, int]:
+        """The bounds `(B, H)`, and how many rows were computed for them."""
+        computed.clear()
         _, bound = attended.sampled_errors(tolerance=tolerance)
-    return bound, sum(called)
+        return bound, sum(rows for rows, _ in computed)
 
-
-def test_the_first_queries_tell_of_heads_well_within_and_no_others(monkeypatch: pytest.MonkeyPatch) -> None:
     rows = torch.zeros(5, 1000, dtype=torch.bool)
     rows[1], rows[3, ::2] = True, True  # off by .1 everywhere, and in every other row
     attended = with_errors(0.1, rows)
     first, all_rows = attended.first_errors()[1], attended.sampled_errors()[1]
     few = len(range(SAMPLED)[FIRST])
     for tolerance, undecided in (0.15, []), (0.09, [1, 3]), (0.02, [0, 1, 2, 3, 4]):
-        bound, computed = sampled(attended, tolerance, monkeypatch)
-        assert computed == few * 5 + (SAMPLED - few) * len(undecided)
+        bound, count = sampled(attended, tolerance)
+        assert count == few * 5 + (SAMPLED - few) * len(undecided)
         expected = first.clone()
         expected[:, undecided] = all_rows[:, undecided]
         torch.testing.assert_close(bound, expected)
@@ -298,8 +265,8 @@ def test_the_first_queries_tell_of_heads_well_within_and_no_others(monkeypatch: 
     rows[2, sampled_rows(1000, None, rows.device)[0][FIRST][5]] = True
     one_query = with_errors(0.2, rows & (torch.arange(5) == 2)[:, None])
     assert one_query.first_errors()[0].max() < 0.1
-    bound, computed = sampled(one_query, 0.2, monkeypatch)
-    assert computed == few * 5 + SAMPLED - few
+    bound, count = sampled(one_query, 0.2)
+    assert count == few * 5 + SAMPLED - few
     torch.testing.assert_close(bound[:, 2], one_query.sampled_errors()[1][:, 2])
     # Where nothing is decided, and where the future is masked, all of them tell.
     attended.causal = True
@@ -328,8 +295,7 @@ def test_a_head_that_is_off_at_few_queries_is_found() -> None:
 
 
 @pytest.mark.parametrize("threads", [1, 2, 3])
-@pytest.mark.parametrize("key_heads", [6, 2])
-@pytest.mark.parametrize("causal", [False, True])
+@pytest.mark.parametrize(("causal", "key_heads"), [(False, 6), (True, 2)])
 def test_threads_share_heads_or_rows(
     causal: bool, key_heads: int, threads: int, on_threads: Callable[[int], None]
 ) -> None:
@@ -439,14 +405,22 @@ def test_weights_are_those_of_the_output() -> None:
 
 
 @pytest.mark.slow
+@torch.no_grad()
 def test_a_compiled_model_measures_and_nothing_else() -> None:
-    model, batch = patched(tolerance=0), batch_for(tiny_model("bert"))
-    compiled = torch.compile(model, fullgraph=True)
-    with torch.no_grad():
+    """Of two models in turn it is compiled once."""
+    graphs = []
+
+    def backend(graph: torch.fx.GraphModule, inputs: Any) -> Any:
+        graphs.append(graph)
+        return graph.forward
+
+    model, other, batch = patched(tolerance=0), patched(tolerance=1e3), batch_for(tiny_model("bert"))
+    compiled = torch.compile(model, fullgraph=True, backend=backend)
+    for _ in range(2):
         output = compiled(**batch.inputs).last_hidden_state
-        again = compiled(**batch.inputs).last_hidden_state
-    torch.testing.assert_close(output.flatten(0, 1), encoded(patched(), batch), rtol=1e-3, atol=1e-4)
-    assert torch.equal(output, again)
+        torch.testing.assert_close(output.flatten(0, 1), encoded(patched(), batch), rtol=1e-3, atol=1e-4)
+        other(**batch.inputs)
+    assert len(graphs) == 1
     measured = hf_effattn.measured_error(model)
     assert list(measured) == [0, 1, 2]
     assert not any(one.exact.any() for one in measured.values())
