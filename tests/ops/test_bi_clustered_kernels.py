@@ -4,20 +4,20 @@ from dataclasses import replace
 
 import pytest
 import torch
-import triton
-import triton.language as tl
-from ops.test_attention_kernels import DEVICE, FIRST_ORDER, NAMES, SMALL, check, on_device, run
-from support.attention_cases import Case, attend, make_inputs
+import torch.nn.functional as F
+from support.attention_cases import Case, Inputs
 from support.closeness import assert_close_to_reference
+from support.kernel_draws import drawn
+from support.op_cases import CLUSTERED, DEVICE, check_kernels, to_dtype, with_gradients
 
 from hf_effattn.ops import query_offsets
 from hf_effattn.ops.bi_clustered_attention import reference
 from hf_effattn.ops.bi_clustered_attention.triton import backward
-from hf_effattn.ops.shared.dropout import KINDS_OF_WEIGHTS
 from hf_effattn.ops.shared.dropout import TOPK_AND_SUMMARY_WEIGHTS as KIND
 from hf_effattn.ops.shared.triton import chips, cluster_table
-from hf_effattn.ops.shared.triton.dropout import dropout_factor
 
+OP = CLUSTERED[2]
+SMALL = Case("small", B=1, H=2, key_heads=1, N=21, M=19, D=8, Dv=8, clusters=2, topk=4)
 GROUPED = replace(SMALL, H=4, key_heads=2, key_clusters=3)
 EXACT = torch.tensor([[True, False]])
 GROUPS = Case("separated", B=1, H=1, N=40, M=32, clusters=3, key_clusters=3, topk=4)
@@ -25,16 +25,16 @@ GROUPS = Case("separated", B=1, H=1, N=40, M=32, clusters=3, key_clusters=3, top
 
 def far_keys(case, dtype):
     """Some keys stand so far from the mean of their cluster that every dtype takes just those as exact ones."""
-    inputs = make_inputs(case, dtype)
-    inputs.key[:, :, : case.topk] *= 6.0
-    inputs.query *= 0.2
+    inputs = OP.make(case, dtype)
+    inputs["key"][:, :, : case.topk] *= 6.0
+    inputs["query"] *= 0.2
     return inputs
 
 
 @pytest.mark.slow_except("torch.bfloat16")
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=str)
 def test_low_precision(dtype):
-    check(FIRST_ORDER, GROUPS, far_keys(GROUPS, dtype), dtype)
+    check_kernels(OP, GROUPS, far_keys(GROUPS, dtype))
 
 
 @pytest.mark.slow
@@ -44,39 +44,28 @@ def test_low_precision(dtype):
 def test_block_sizes_of_large_chips(head_dim, dtype, kib, monkeypatch):
     monkeypatch.setattr(chips, "INTERPRETER", chips.Chip("cuda", kib * chips.KIB))
     case = replace(GROUPS, N=70, M=50, D=head_dim, Dv=head_dim, topk=3)
-    check(FIRST_ORDER, case, far_keys(case, dtype), dtype)
-
-
-def with_exact_heads(case, exact_heads, dtype=torch.float32, backend="triton", **options):
-    inputs = on_device(make_inputs(case), dtype)
-    return run(FIRST_ORDER, case, inputs, exact_heads=exact_heads.to(DEVICE), backend=backend, **options)
+    check_kernels(OP, case, far_keys(case, dtype))
 
 
 @pytest.mark.slow_except("holes")
 @pytest.mark.parametrize("masks", ["none", "holes", "right"])
 def test_heads_that_attend_exactly(masks):
     case = replace(GROUPED, masks=masks)
-    expected = with_exact_heads(case, EXACT, torch.float64, "reference")
-    for name, tensor in with_exact_heads(case, EXACT).items():
-        assert_close_to_reference(name, tensor, expected[name], rtol=1e-6)
+    check_kernels(OP, case, OP.make(case, torch.float32), exact_heads=EXACT)
 
 
 @pytest.mark.slow
 def test_exact_heads_leave_the_others_alone():
     """Bit for bit: which heads are exact is read by every program for itself."""
-    none = with_exact_heads(GROUPED, torch.zeros_like(EXACT))
-    some = with_exact_heads(GROUPED, EXACT)
-    for name in NAMES:
+    inputs = OP.make(GROUPED, torch.float32)
+    none, some = (
+        with_gradients(OP, GROUPED, inputs, backend="triton", exact_heads=heads)
+        for heads in (torch.zeros_like(EXACT), EXACT)
+    )
+    for name in none:
         head = none[name].shape[1] // 2
         torch.testing.assert_close(some[name][:, head:], none[name][:, head:], rtol=0, atol=0)
         assert not torch.equal(some[name][:, :head], none[name][:, :head])
-
-
-@triton.jit
-def _fill_kernel(seed_ptr, factor_ptr, rows, columns, dropout_p, KINDS: tl.constexpr, KIND: tl.constexpr):
-    o_row, o_column = tl.program_id(0) + tl.arange(0, 1), tl.arange(0, 64)
-    factor = dropout_factor(seed_ptr, o_row, o_column, columns, dropout_p, KINDS, KIND)
-    tl.store(factor_ptr + o_row[:, None] * columns + o_column[None, :], factor, mask=(o_column < columns)[None, :])
 
 
 @pytest.fixture
@@ -85,14 +74,10 @@ def drawn_by_kernels(monkeypatch):
 
     def factors(shape, like, dropout_p, seed, problem, weights):
         """Rows of all problems are numbered through."""
-        rows = (problem + 1) * shape[0]
-        factor = torch.zeros(rows, shape[1], device=DEVICE)
-        seeds = torch.tensor([seed], device=DEVICE)
-        _fill_kernel[(rows,)](seeds, factor, rows, shape[1], dropout_p, KINDS=KINDS_OF_WEIGHTS, KIND=weights)
-        return factor[-shape[0] :].to(like)
+        return drawn(int(seed), (problem + 1) * shape[0], shape[1], dropout_p, weights)[-shape[0] :].to(like)
 
     def exact_rows(query_length, key_length, query_rows, key_rows, like, dropout_p, seed, problem):
-        factor = factors((query_length, key_length), like, dropout_p, int(seed), problem, KIND)
+        factor = factors((query_length, key_length), like, dropout_p, seed, problem, KIND)
         factor = factor if query_rows is None else factor[query_rows]
         yield slice(0, len(factor)), factor if key_rows is None else factor[:, key_rows]
 
@@ -106,26 +91,7 @@ def drawn_by_kernels(monkeypatch):
 def test_dropout_of_exact_keys_summaries_and_exact_heads(masks):
     """One exact key: then both forms have it in the same place."""
     case = replace(GROUPED, topk=1, masks=masks)
-    found = []
-    for dtype, backend in ((torch.float64, "reference"), (torch.float32, "triton")):
-        torch.manual_seed(5)
-        found.append(with_exact_heads(case, EXACT, dtype, backend, dropout_p=0.3))
-    for name in NAMES:
-        assert_close_to_reference(name, found[1][name], found[0][name], rtol=1e-6)
-
-
-@pytest.mark.slow
-def test_keys_in_no_cluster_are_not_attended_to():
-    """As masked ones are; the kernels do not ask the host whether a label is legal."""
-    case = replace(GROUPED, masks="none")
-    inputs, masked = (on_device(make_inputs(case), torch.float32) for _ in range(2))
-    outside = torch.arange(case.M, device=DEVICE) % 5 == 2
-    inputs.key_labels = inputs.key_labels.masked_fill(outside, case.key_clusters)
-    inputs.key_labels[..., 2] = -1
-    masked.key_mask = ~outside[None]
-    actual, expected = run(FIRST_ORDER, case, inputs), run(FIRST_ORDER, case, masked)
-    for name in NAMES:
-        torch.testing.assert_close(actual[name], expected[name], rtol=0, atol=0 if DEVICE == "cpu" else 1e-6)
+    check_kernels(OP, case, OP.make(case, torch.float32), exact_heads=EXACT, dropout_p=0.3)
 
 
 @pytest.mark.slow
@@ -133,33 +99,34 @@ def test_parts_of_a_large_cluster_and_of_the_key_clusters(monkeypatch):
     monkeypatch.setattr(cluster_table, "ROWS_OF_A_SPLIT", 32)
     monkeypatch.setattr(backward, "CENTROID_PROGRAMS", 2)
     case = replace(GROUPED, N=150, M=40, key_clusters=5)
-    inputs = make_inputs(case)
-    inputs.labels[..., ::2] = 1
-    check(FIRST_ORDER, case, inputs)
+    inputs = OP.make(case, torch.float32)
+    inputs["labels"][..., ::2] = 1
+    check_kernels(OP, case, inputs)
 
 
 @pytest.mark.slow
 def test_more_query_clusters_than_bits_of_a_word():
-    check(FIRST_ORDER, replace(GROUPED, N=120, clusters=37), make_inputs(replace(GROUPED, N=120, clusters=37)))
+    case = replace(GROUPED, N=120, clusters=37)
+    check_kernels(OP, case, OP.make(case, torch.float32))
 
 
 def test_float16_holds_large_offsets():
     """Of a query whose weight is all on summaries: times the sum of their weights its offset would be out of range."""
     case = replace(SMALL, clusters=1, key_clusters=8, topk=1)
-    inputs = on_device(make_inputs(case), torch.float16)
-    inputs.query[..., 0], inputs.key = 20000.0 - 40000.0 * (torch.arange(case.N, device=DEVICE) % 2), inputs.key * 1e-3
-    inputs.key[..., 0] = 0.0
-    expected = attend(FIRST_ORDER, case, inputs.to(torch.float64), backend="reference", scale=1.0)
-    actual = attend(FIRST_ORDER, case, inputs, backend="triton", scale=1.0)
-    assert_close_to_reference("output", actual.cpu(), expected.cpu(), rtol=2e-3)
+    inputs = OP.make(case, torch.float16)
+    inputs["query"][..., 0] = 20000.0 - 40000.0 * (torch.arange(case.N) % 2)
+    inputs["key"] *= 1e-3
+    inputs["key"][..., 0] = 0.0
+    expected = with_gradients(OP, case, to_dtype(inputs, torch.float64), backend="reference", scale=1.0)
+    actual = with_gradients(OP, case, inputs, backend="triton", scale=1.0)
+    assert_close_to_reference("output", actual["output"], expected["output"], rtol=2e-3)
 
 
 def test_every_query_its_own_cluster_is_exact():
     case = replace(SMALL, H=1, clusters=SMALL.N)
-    inputs = on_device(make_inputs(case), torch.float32)
-    inputs.labels = torch.arange(case.N, device=DEVICE).expand(1, 1, -1)
-    expected = torch.nn.functional.scaled_dot_product_attention(inputs.query, inputs.key, inputs.value)
-    actual = attend(FIRST_ORDER, case, inputs, backend="triton")
+    inputs = OP.make(case, torch.float32) | {"labels": torch.arange(case.N).expand(1, 1, -1)}
+    expected = F.scaled_dot_product_attention(inputs["query"], inputs["key"], inputs["value"])
+    actual = with_gradients(OP, case, inputs, backend="triton")["output"]
     torch.testing.assert_close(actual, expected, rtol=0, atol=2e-6)
 
 
@@ -176,7 +143,7 @@ def test_every_query_its_own_cluster_is_exact():
 )
 def test_offsets(case, dtype):
     """In the dtype of the queries, rounded once; a query that is padding, or in no cluster, has 0."""
-    inputs = on_device(make_inputs(case), dtype)
+    inputs = Inputs(**OP.make(case, dtype)).to_device(DEVICE)
     outside = torch.arange(case.N, device=DEVICE) % 5 == 2
     inputs.query[:, :, outside] = 0.0  # all of one cluster, so that the PyTorch form gives them 0 too
     inputs.labels = inputs.labels.masked_fill(outside, case.clusters)
@@ -196,7 +163,7 @@ def test_offsets(case, dtype):
 def test_offsets_from_sums_of_parts(dtype):
     """Neither padding behind nor what else is in the batch changes a bit."""
     case = Case("parts", H=1, N=1250, clusters=70)  # three parts, the last one short, and two blocks of clusters
-    inputs, length = on_device(make_inputs(case), dtype), 1100
+    inputs, length = Inputs(**OP.make(case, dtype)).to_device(DEVICE), 1100
     query_mask = torch.arange(case.N, device=DEVICE) < torch.tensor([[case.N], [length]], device=DEVICE)
     inputs.query[1, :, length:] = float("nan")
     labels, settings = inputs.labels, {"query_mask": query_mask, "rows": 1200}

@@ -191,22 +191,16 @@ def test_a_spiky_head_is_predicted_worse_than_a_flat_one_and_is():
     torch.testing.assert_close(found_error(case, inputs, scale=0.5), 4 * found_error(case, inputs, scale=0.25))
 
 
-@pytest.mark.parametrize("lengths", [{"N": 0}, {"M": 0}], ids=["no_query", "no_key"])
-def test_nothing_is_no_error(lengths, device_kind):
-    case = Case("nothing", **lengths)
-    assert not found_error(case, make_inputs(case)).any()
-
-
 @pytest.mark.parametrize("masks", ["none", "holes"])
-def test_no_text_has_no_error(masks, device_kind):
-    case = Case("no_text", B=0, H=4, key_heads=2, masks=masks)
-    inputs = make_inputs(case)
-    offsets, _ = found_offsets(case, inputs)
-    assert offsets.shape == (0, 2, 2 * case.N, case.D)
-    assert found_error(case, inputs, group=2).shape == (0, 2)
+@pytest.mark.parametrize("sizes", [{"N": 0}, {"M": 0}, {"B": 0}], ids=["no_query", "no_key", "no_text"])
+def test_nothing_is_no_error(sizes, masks, device_kind):
+    case = Case("nothing", H=4, key_heads=2, masks=masks, **sizes)
+    error = found_error(case, make_inputs(case), group=2)
+    assert error.shape == (case.B, 2)
+    assert not error.any()
 
 
-def test_no_offset_is_no_error():
+def test_queries_that_are_their_own_centroids_have_no_error():
     case = Case("own", clusters=37)
     inputs = make_inputs(case)
     inputs.labels = torch.arange(37).expand(case.B, case.H, -1)

@@ -50,6 +50,20 @@ CASES = (
 )
 
 
+KERNEL_CASES = (
+    Case("plain", B=1, N=37, M=37),
+    Case("prime_lengths", B=1, H=1, N=83, M=101, clusters=3, topk=40),  # more top keys than a tile holds
+    Case("fewer_queries_than_clusters", B=1, H=1, N=3, clusters=7),
+    Case("topk_beyond_keys", B=1, H=1, clusters=2, topk=50),
+    Case("odd_dimensions", B=1, D=20, Dv=40, N=41, M=23, clusters=3),
+    Case("holes", H=1, masks="holes", N=61, M=47, clusters=3),
+    Case("row_fully_padded", H=1, masks="row", clusters=2),
+    Case("fewer_keys_than_topk", H=1, masks="few", clusters=2, topk=9),
+    Case("one_key_head_and_holes", H=3, key_heads=1, N=29, clusters=2, masks="holes"),
+)
+SMALL = Case("small", B=1, H=2, key_heads=1, N=21, M=19, D=8, Dv=8, clusters=2, topk=4)
+
+
 @dataclass
 class Inputs:
     """Tensors of a case."""
@@ -65,6 +79,9 @@ class Inputs:
     def to(self, dtype: torch.dtype) -> "Inputs":
         query, key, value = (tensor.detach().to(dtype) for tensor in (self.query, self.key, self.value))
         return replace(self, query=query, key=key, value=value)
+
+    def to_device(self, device: str) -> "Inputs":
+        return Inputs(**{name: None if tensor is None else tensor.to(device) for name, tensor in vars(self).items()})
 
 
 def padding(kind: str, B: int, length: int) -> torch.Tensor | None:
