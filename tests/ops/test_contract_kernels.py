@@ -32,25 +32,25 @@ from hf_effattn.ops.shared.triton import chips
 OPS = (*CLUSTERED, SLICES, BLOCKS, NEURAL_CLUSTERING)  # compared with the reference here
 ALL = (*OPS, *CAUSAL)
 CENTROIDS = CLUSTERED[:2]  # whose weights are those of the centroids' attention
-# The first order has ten kernels more, which take the interpreter seconds: test_bi_clustered_kernels.py has its own.
 FIRST_ORDER = CLUSTERED[2]
 QUICK = {
     CLUSTERED[0]: [case.name for case in attention_cases.KERNEL_CASES],
     CLUSTERED[1]: ["plain", "one_key_head_and_holes", "row_fully_padded", "topk_beyond_keys"],
     FIRST_ORDER: ["fewer_queries_than_clusters"],
     SLICES: [
-        *("plain", "causal", "holes", "many_sinks", "causal_extended", "grouped_heads", "odd_dimensions"),
-        *("left_padding", "one_slice"),
+        *("one_token", "one_slice", "holes", "many_sinks", "causal_extended", "grouped_heads", "odd_dimensions"),
     ],
     BLOCKS: [
-        *("plain", "prime", "odd_dimensions", "grouped_heads", "holes", "row_fully_padded"),
-        *("strict_and_left_padding", "gated_causal", "tiles_causal", "tiles_strict"),
+        *("one_word", "odd_dimensions", "grouped_heads", "holes", "row_fully_padded", "strict_and_left_padding"),
+        *("gated_causal", "tiles_strict"),
     ],
     NEURAL_CLUSTERING: ["few_none_dot", "few_left_cosine", "few_row_dot", "tiles_holes_dot", "tiles_holes_cosine"],
 }
 LOW_PRECISION = {
+    CLUSTERED[0]: attention_cases.Case("low", B=1, H=1, N=40, M=32, D=32, clusters=3),
+    CLUSTERED[1]: attention_cases.Case("few", B=1, H=1, N=40, M=32, D=32, clusters=3, topk=4, separated=True),
     # All keys are recomputed: low precision could choose other top keys, and rightly differ.
-    **dict.fromkeys(CLUSTERED, attention_cases.Case("all", B=1, H=1, N=40, M=32, D=32, clusters=3, topk=32)),
+    FIRST_ORDER: attention_cases.Case("all", B=1, H=1, N=40, M=32, D=32, clusters=3, topk=32),
     SLICES: slice_cases.Case("holes", H=1, N=41, ratio=3, masks="holes", sinks=True, positions=True),
     BLOCKS: block_cases.Case("tiles", B=1, H=2, key_heads=1, N=90, clusters=4, D=40, Dv=24, masks="right", gated=True),
     NEURAL_CLUSTERING: clustering_cases.Case("tiles", 1, 90, 20, 70, "right", sharpness=0.2),
@@ -75,12 +75,13 @@ def small_case(op):
     return [SMALL[op]]
 
 
-def but_the_first_order(op, case):
+def cheap(op, case):
+    """The others have ten kernels more, which take the interpreter seconds; test_attention_kernels.py has some."""
     return op is not FIRST_ORDER and op not in CAUSAL
 
 
-def with_few_kernels(op, case):
-    return op not in (*CLUSTERED[1:], *CAUSAL)
+def cheapest(op, case):
+    return cheap(op, case) and op is not CENTROIDS[1]
 
 
 @each(OPS, lambda op: op.kernel_cases, lambda op, case: case.name in QUICK[op])
@@ -89,7 +90,7 @@ def test_values_and_gradients_equal_the_reference(op, case):
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=str)
-@each(OPS, lambda op: [LOW_PRECISION[op]], but_the_first_order)
+@each(OPS, lambda op: [LOW_PRECISION[op]], cheap)
 def test_low_precision(op, case, dtype):
     check_kernels(op, case, op.make(case, dtype))
 
@@ -106,7 +107,7 @@ def test_block_sizes_of_large_chips(op, head_dim, dtype, kib, monkeypatch):
     check_kernels(op, case, op.make(case, dtype))
 
 
-@each(ALL, small_case, but_the_first_order)
+@each(ALL, small_case, cheap)
 def test_neither_masked_rows_nor_strides_change_anything(op, case):
     inputs = op.make(case, torch.float32)
     clean, dirty = with_gradients(op, case, inputs, backend="triton"), dict(inputs)
@@ -122,7 +123,7 @@ def test_neither_masked_rows_nor_strides_change_anything(op, case):
             assert not rows_of_tokens(of, tensor)[hidden].any()
 
 
-@each(ALL, small_case, with_few_kernels)
+@each(ALL, small_case, cheapest)
 def test_a_text_of_padding_alone_gives_zeros_and_no_gradient(op, case):
     """Also where the keys alone are masked."""
     case = replace(case, masks="row")
@@ -134,7 +135,7 @@ def test_a_text_of_padding_alone_gives_zeros_and_no_gradient(op, case):
                 assert tensor[0].any(), name
 
 
-@each(ALL, small_case, with_few_kernels)
+@each(ALL, small_case, cheapest)
 def test_large_scores_stay_finite(op, case):
     inputs = op.make(case, torch.float32)
     first = leaves_of(inputs)[0]
@@ -197,7 +198,7 @@ def test_compiles_as_one_graph(op, case):
         torch.testing.assert_close(tensor, expected[name], **ROUNDING)
 
 
-@each(ALL, small_case, with_few_kernels)
+@each(ALL, small_case, cheapest)
 def test_registered_with_torch_library(op, case):
     """torch's own checks of what each op, forward and backward, says of its arguments and promises to the compiler."""
     options = {"dropout_p": 0.3} if op in ATTENTION else {}

@@ -24,6 +24,7 @@ class Case:
     key_clusters: int = 4
     topk: int = 6
     masks: str = "none"
+    separated: bool = False  # every cluster has keys so far ahead of the rest that every dtype chooses them
 
 
 CASES = (
@@ -106,13 +107,17 @@ def make_inputs(case: Case, dtype: torch.dtype = torch.float64, seed: int = 0) -
     """Query, key and value as transformers hands them over: `(B, N, H, D)` in memory, seen as `(B, H, N, D)`."""
     generator = torch.Generator().manual_seed(seed)
     query, key, value = (
-        torch.randn(case.B, length, heads, dim, dtype=torch.float64, generator=generator).to(dtype).transpose(1, 2)
+        torch.randn(case.B, length, heads, dim, dtype=torch.float64, generator=generator).transpose(1, 2)
         for length, heads, dim in (
             (case.N, case.H, case.D),
             (case.M, case.key_heads or case.H, case.D),
             (case.M, case.key_heads or case.H, case.Dv),
         )
     )
+    if case.separated:
+        key[:, :, : case.topk] *= 4.0
+        query = key[:, :, : case.topk].mean(dim=2, keepdim=True) + 0.1 * query
+    query, key, value = (rows.to(dtype) for rows in (query, key, value))
     labels = torch.randint(case.clusters, (case.B, case.H, case.N), generator=generator)
     key_labels = torch.randint(case.key_clusters, key.shape[:3], generator=generator)
     masks = (padding(case.masks, case.B, length) for length in (case.M, case.N))

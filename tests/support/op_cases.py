@@ -60,7 +60,7 @@ def named(cases: tuple[Any, ...], *names: str) -> tuple[Any, ...]:
 
 def _attention(name: str) -> Op:
     cases, Case = attention_cases.CASES, attention_cases.Case
-    exact = named(cases, "plain", "odd_dimensions", "holes")
+    all_keys = [replace(case, topk=case.M) for case in named(cases, "plain", "odd_dimensions", "holes")]
 
     def call(case: Any, inputs: Tensors, **options: Any) -> Tensors:
         return {"output": attention_cases.attend(name, case, attention_cases.Inputs(**inputs), **options)}
@@ -73,7 +73,7 @@ def _attention(name: str) -> Op:
         cases,
         named(cases, "grouped_heads", "one_key_head_and_holes"),
         attention_cases.KERNEL_CASES,
-        tuple(replace(case, topk=case.M) for case in exact),
+        (*all_keys, Case("separated", N=40, M=32, clusters=4, topk=4, separated=True)),
         Case("small", B=1, key_heads=1, N=5, M=4, D=2, Dv=2, clusters=2, topk=2, key_clusters=2),
         lambda N: Case("long", B=1, N=N, M=N, clusters=16, topk=8),
     )
