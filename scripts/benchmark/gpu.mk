@@ -1,6 +1,6 @@
 # On a machine with a GPU, with the Python that has its torch: make test-gpu PYTHON=python3
 # What needs a GPU: real sizes, and the kernels, which `make test` runs under Triton's interpreter.
-GPU_TESTS ?= tests/gpu tests/ops/test_*_kernels.py tests/ops/test_sorted_clusters.py
+GPU_TESTS ?= tests/gpu tests/ops/test_*_kernels.py tests/ops/test_sorted_clusters.py tests/ops/test_clusterings.py
 GPU_PROCESSES ?= 12
 .PHONY: gpu test-gpu
 

@@ -44,7 +44,8 @@ CORE = (
     "tests/patching/around/test_training.py", "tests/patching/test_keywords.py",
     "tests/patching/test_precision_and_compile.py", "tests/patching/cst/test_cst.py",
     "tests/models/test_cst_models.py", "tests/models/test_cst_generation.py", "tests/models/test_clusterformer.py",
-    "tests/models/test_clusterformer_generation.py", "tests/ops/test_attention_ops.py",
+    "tests/models/test_clusterformer_generation.py", "tests/models/test_contract.py",
+    "tests/ops/test_attention_ops.py", "tests/ops/test_contract.py",
 )  # fmt: skip
 # What needs libraries that `make test` goes without.
 COMPATIBILITY = ("tests/patching/around",)

@@ -47,12 +47,7 @@ def test_accelerate_launch_gives_the_loss_of_one_process(config, tmp_path):
     sizes += "hidden_dropout_prob=0,attention_probs_dropout_prob=0"
     arguments = [
         *("--class_files", str(tmp_path / "good.txt"), str(tmp_path / "bad.txt"), "--vocab_size", "300"),
-        *(
-            "--model_type",
-            "cst",
-            "--config_overrides",
-            sizes,
-        ),
+        *("--model_type", "cst", "--config_overrides", sizes),
         *("--max_length", "32", "--max_steps", "6", "--learning_rate", "1e-2"),
         *"--do_train --do_eval --use_cpu --report_to none --disable_tqdm true".split(),  # noqa: SIM905
     ]

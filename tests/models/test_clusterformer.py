@@ -7,23 +7,19 @@ from math import exp, log, sqrt, ulp
 import pytest
 import torch
 import torch.nn.functional as F
-from support.closeness import assert_close_to_reference
-from support.clusterformer_cases import HEADS, VARIANTS, VOCABULARY, padded_texts, texts, tiny_config, tiny_model
+from support.clusterformer_cases import HEADS, VARIANTS, padded_texts, texts, tiny_config, tiny_model
+from support.labels import labels_for
 from transformers import (
-    AutoConfig,
     AutoModel,
-    AutoModelForSeq2SeqLM,
 )
 
 from hf_effattn.models.clusterformer import (
-    ClusterFormerConfig,
     ClusterFormerForCausalLM,
     ClusterFormerForConditionalGeneration,
     ClusterFormerForMaskedLM,
     ClusterFormerForPreTraining,
     ClusterFormerForQuestionAnswering,
     ClusterFormerForSequenceClassification,
-    ClusterFormerForTokenClassification,
     ClusterFormerModel,
 )
 from hf_effattn.models.clusterformer.attention import CentroidWeight
@@ -34,26 +30,6 @@ ROUNDING = {"rtol": 0, "atol": 1e-14}
 each_variant = pytest.mark.parametrize("variant", VARIANTS)
 # Those whose attention is written as loops, too.
 WITH_LOOPS = ("neural", "gated", "centroids", "gated_centroids", "weighted_centroids", "wide_window")
-
-
-def answers(model_class, words):
-    """Random labels in the form that a head takes."""
-    generator = torch.Generator().manual_seed(3)
-    B, N = words.shape
-    if model_class is ClusterFormerForQuestionAnswering:
-        return {name: torch.randint(N, (B,), generator=generator) for name in ("start_positions", "end_positions")}
-    if model_class is ClusterFormerForSequenceClassification:
-        return {"labels": torch.randint(2, (B,), generator=generator)}
-    if model_class is ClusterFormerForTokenClassification:
-        return {"labels": torch.randint(2, (B, N), generator=generator)}
-    labels = torch.randint(5, VOCABULARY, (B, N), generator=generator)
-    if model_class is ClusterFormerForPreTraining:
-        return {"labels": labels, "next_sentence_label": torch.randint(2, (B,), generator=generator)}
-    return {"labels": labels}
-
-
-def first_tensor(output):
-    return next(tensor for tensor in output.values() if torch.is_tensor(tensor))
 
 
 def attention_with_loops(words, layer, centroids, config):
@@ -179,18 +155,6 @@ def test_full_attention_is_that_of_one_cluster(side, decoder):
     torch.testing.assert_close(actual, expected, **ROUNDING)
 
 
-@each_variant
-@pytest.mark.parametrize("side", ["right", "left"])
-def test_padding_changes_nothing(variant, side):
-    model = tiny_model(ClusterFormerModel, **VARIANTS[variant])
-    words, mask = padded_texts(side)
-    padded = model(words, attention_mask=mask)
-    for b in range(len(words)):
-        alone = model(words[b : b + 1, mask[b].bool()])
-        torch.testing.assert_close(padded.last_hidden_state[b, mask[b].bool()], alone.last_hidden_state[0], **ROUNDING)
-        torch.testing.assert_close(padded.pooler_output[b], alone.pooler_output[0], **ROUNDING)
-
-
 @pytest.mark.parametrize("pooling", ["mean", "first"])
 @pytest.mark.parametrize("side", ["right", "left"])
 def test_padding_changes_no_logits_and_no_loss_of_a_text(pooling, side):
@@ -270,30 +234,19 @@ def test_gradients_of_the_cluster_loss_are_those_of_its_definition(cosine):
 @pytest.mark.parametrize(
     "model_class", [head for head in HEADS.values() if head is not ClusterFormerModel], ids=lambda c: c.__name__
 )
-def test_the_loss_is_the_weighted_sum(model_class):
+def test_the_loss_is_the_weighted_sum_of_what_is_reported(model_class):
+    """What is not asked for, too, but for a report that is refused."""
     weights = {"cluster_loss_weight": 0.3, "sorting_loss_weight": 0.2, "task_loss_weight": 0.7}
-    model = tiny_model(model_class, **weights)
-    words = texts()
-    output = model(words, **answers(model_class, words))
+    model, words = tiny_model(model_class, gated=False, **weights), texts()
+    inputs = labels_for(model_class, words)
+    output, silent = (model(words, **inputs, output_clustering=asked) for asked in (None, False))
     total = 0.7 * output.task_loss + 0.3 * output.cluster_loss + 0.2 * output.sorting_loss
     torch.testing.assert_close(output.loss, total)
     assert torch.equal(output[0], output.loss)  # where everyone looks for it
     assert -1 <= output.cluster_loss < 0
-    assert model(words).loss is None if model_class is not ClusterFormerForConditionalGeneration else True
-
-
-@pytest.mark.parametrize(
-    "model_class", [head for head in HEADS.values() if head is not ClusterFormerModel], ids=lambda c: c.__name__
-)
-def test_reports_that_are_not_asked_for_are_in_the_loss(model_class):
-    model = tiny_model(model_class, gated=False, cluster_loss_weight=1.0)
-    inputs = answers(model_class, texts())
-    expected = model(texts(), **inputs)
-    assert expected.loss < expected.task_loss
-    assert torch.equal(model(texts(), **inputs, output_clustering=None).loss, expected.loss)
-    silent = model(texts(), **inputs, output_clustering=False)
     assert silent.cluster_loss is None
-    assert torch.equal(silent.loss, expected.task_loss)
+    torch.testing.assert_close(silent.loss, 0.7 * output.task_loss)
+    assert model(words).loss is None if model_class is not ClusterFormerForConditionalGeneration else True
 
 
 def test_loss_of_each_head_by_hand():
@@ -491,86 +444,6 @@ def test_a_forward_names_what_trainer_shall_pass_on(model_class):
     assert expected <= set(names)
 
 
-@pytest.mark.parametrize("auto_class", HEADS, ids=lambda c: c.__name__)
-def test_found_by_the_auto_classes_saved_and_loaded(auto_class, tmp_path):
-    torch.manual_seed(0)
-    model = auto_class.from_config(tiny_config(gated=True)).eval()
-    assert type(model) is HEADS[auto_class]
-    with torch.no_grad():
-        for parameter in model.parameters():
-            parameter += 0.01 * torch.randn_like(parameter)
-    model.save_pretrained(tmp_path)
-    loaded = auto_class.from_pretrained(tmp_path).eval()
-    inputs = {"input_ids": texts()}
-    if auto_class is AutoModelForSeq2SeqLM:
-        inputs["decoder_input_ids"] = texts(seed=2)
-    assert torch.equal(first_tensor(model(**inputs)), first_tensor(loaded(**inputs)))
-    assert {name for name, _ in model.named_parameters()} == {name for name, _ in loaded.named_parameters()}
-
-
-def test_config_round_trip(tmp_path):
-    config = tiny_config(gated=True, window_blocks=3, sharpness=4.0, causal="paper", attend_centroids=True)
-    config.save_pretrained(tmp_path)
-    loaded = AutoConfig.from_pretrained(tmp_path).to_dict()
-    assert loaded | {"_name_or_path": ""} == config.to_dict() | {"_name_or_path": ""}
-    assert isinstance(AutoConfig.from_pretrained(tmp_path), ClusterFormerConfig)
-    assert ClusterFormerConfig(max_position_embeddings=400).clusters == 20
-    assert ClusterFormerConfig().clusters == 23
-
-
-@each_variant
-@pytest.mark.parametrize("reentrant", [False, True])
-def test_gradient_checkpointing_gives_the_same_gradients(variant, reentrant):
-    """Reentrant, it once gave the centroids none: their losses were in a tuple."""
-    results = []
-    for checkpointing in (False, True):
-        changes = VARIANTS[variant] | {"hidden_dropout_prob": 0.2, "attention_probs_dropout_prob": 0.2}
-        model = tiny_model(ClusterFormerForMaskedLM, **changes).train()
-        if checkpointing:
-            model.gradient_checkpointing_enable({"use_reentrant": reentrant})
-        torch.manual_seed(4)
-        model(texts(), labels=texts()).loss.backward()
-        results.append({name: p.grad for name, p in model.named_parameters() if p.grad is not None})
-    assert results[0].keys() == results[1].keys()
-    for name in results[0]:  # reentrant, the gradients of a shared weight are added in another order
-        torch.testing.assert_close(results[1][name], results[0][name], rtol=0, atol=2e-16 if reentrant else 0)
-
-
-@pytest.mark.slow
-@each_variant
-def test_compiles_as_one_graph(variant):
-    """Random order and LSH once drew in every forward, from a generator that cannot be traced."""
-    torch._dynamo.reset()
-    model = tiny_model(ClusterFormerForMaskedLM, **VARIANTS[variant])
-    words, mask = padded_texts("right")
-    expected = model(words, attention_mask=mask).logits
-    compiled = torch.compile(model, fullgraph=True, backend="aot_eager")
-    torch.testing.assert_close(compiled(words, attention_mask=mask).logits, expected, **ROUNDING)
-
-
-@pytest.mark.parametrize("variant", ["neural", "gated", "centroids"])
-@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=str)
-def test_low_precision_is_as_close_as_plain_low_precision(variant, dtype):
-    """A layer's attention against float64 with the same order: labels may rightly differ where two are near."""
-    exact = tiny_model(ClusterFormerModel, **VARIANTS[variant])
-    words = torch.randn(2, 23, 24, generator=torch.Generator().manual_seed(5), dtype=torch.float64)
-    centroids = exact.centroids.weight.expand(2, -1, -1)
-    clustered = exact.layers[0].sorting(words, centroids, None, True)
-    expected = exact.layers[0].attention(words, clustered, None, None)
-    low = tiny_model(ClusterFormerModel, dtype=dtype, **VARIANTS[variant]).layers[0].attention
-    from dataclasses import replace
-
-    gate = None if clustered.membership is None else clustered.membership.to(dtype)
-    actual = low(words.to(dtype), replace(clustered, membership=gate), None, None)
-    q, k, v = (low.split(part(words.to(dtype))) for part in (low.query, low.key, low.value))
-    plain = low.join(F.scaled_dot_product_attention(q, k, v))
-    full = tiny_model(ClusterFormerModel, clusters=1).layers[0].attention
-    q, k, v = (full.split(part(words)) for part in (full.query, full.key, full.value))
-    size = (plain.double() - full.join(F.scaled_dot_product_attention(q, k, v))).square().mean().sqrt()
-    # Windows average over fewer words than full attention, so that their rounding averages out less.
-    assert (actual.double() - expected).square().mean().sqrt() <= 4 * size
-
-
 @pytest.mark.usefixtures("autocast_rules")
 @pytest.mark.parametrize("variant", VARIANTS)
 def test_autocast_trains(variant):
@@ -679,7 +552,7 @@ def test_mistakes_in_a_call_are_named():
 def test_weights_of_attention_are_refused_however_they_are_asked_for(model_class, assignment):
     """In the config they were ignored."""
     words = texts()
-    inputs = {} if model_class is ClusterFormerModel else answers(model_class, words)
+    inputs = labels_for(model_class, words)
     with pytest.raises(ValueError, match="output_attentions: attention is computed without a matrix"):
         tiny_model(model_class, assignment=assignment)(words, output_attentions=True, **inputs)
     asking = tiny_model(model_class, assignment=assignment, output_attentions=True)
@@ -706,28 +579,3 @@ def test_places_and_types_fit_the_words(name):
             model(words, **{name: wrong})
     with pytest.raises(ValueError, match="max_position_embeddings is 64"):
         model(texts(N=65), **{name: torch.zeros(3, 65, dtype=torch.long)})
-
-
-@pytest.mark.parametrize("model_class", HEADS.values(), ids=lambda c: c.__name__)
-def test_a_config_may_ask_for_tuples(model_class):
-    expected = tiny_model(model_class)
-    model = tiny_model(model_class, return_dict=False)
-    inputs = {} if model_class is ClusterFormerModel else answers(model_class, texts())
-    output = model(texts(), **inputs)
-    assert isinstance(output, tuple)
-    assert torch.equal(output[0], expected(texts(), **inputs)[0])
-    assert torch.equal(model(texts(), **inputs, return_dict=True)[0], output[0])
-
-
-def test_hidden_states_and_tuples():
-    model = tiny_model(ClusterFormerModel)
-    output = model(texts(), output_hidden_states=True)
-    assert len(output.hidden_states) == 3
-    assert torch.equal(output.hidden_states[-1], output.last_hidden_state)
-    assert torch.equal(model(texts(), return_dict=False)[0], output.last_hidden_state)
-    model.config.return_dict = False
-    assert torch.equal(model(texts())[0], output.last_hidden_state)
-    assert output.cluster_loss is None  # not training, no labels: nothing to pay for
-    assert_close_to_reference(
-        "inputs_embeds", model(inputs_embeds=model.get_input_embeddings()(texts()))[0], output[0], rtol=0
-    )

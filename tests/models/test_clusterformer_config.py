@@ -18,7 +18,6 @@ from transformers import (
 from hf_effattn.models.clusterformer import (
     ClusterFormerConfig,
     ClusterFormerForCausalLM,
-    ClusterFormerForConditionalGeneration,
     ClusterFormerModel,
 )
 from hf_effattn.models.clusterformer.attention import SortedBlockSelfAttention
@@ -122,14 +121,6 @@ def test_models_without_a_decoder_attend_to_the_centroids_by_default(auto_class,
     assert config.attend_centroids is chosen
 
 
-def test_a_config_without_a_model_keeps_the_default_open(tmp_path):
-    tiny_config().save_pretrained(tmp_path)
-    loaded = AutoConfig.from_pretrained(tmp_path)
-    assert loaded.attend_centroids is None
-    assert not ClusterFormerForConditionalGeneration(loaded).config.attend_centroids
-    assert ClusterFormerModel(loaded).config.attend_centroids
-
-
 def test_attention_to_the_centroids_follows_what_replaces_a_stored_setting(tmp_path):
     """Stored as if it had been chosen, it would stay in what becomes the paper's form."""
     tiny_model(ClusterFormerModel, dtype=torch.float32).save_pretrained(tmp_path / "gated")
@@ -219,8 +210,5 @@ def test_the_papers_similarity_warns_once_where_its_losses_diverge(model_class):
     with pytest.warns(UserWarning, match="no bound") as record:
         model_class(ClusterFormerConfig(**SIZES, similarity="dot", gated=False))
     assert [warning.filename for warning in record] == [__file__]
-
-
-def test_the_papers_similarity_warns_of_a_decoder_too():
     with pytest.warns(UserWarning, match="no bound"):
         tiny_config(assignment="full", decoder_assignment="neural", similarity="dot")

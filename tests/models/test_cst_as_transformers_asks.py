@@ -13,20 +13,6 @@ from hf_effattn.models.cst import CSTCache
 NO_END = 10**6
 
 
-@pytest.mark.parametrize("with_labels", [True, False])
-def test_the_loss_takes_labels_that_were_shifted_before(with_labels):
-    """Under sequence and context parallelism the label of a part's last token lies in the next part."""
-    model = tiny_model(CSTForCausalLM)
-    ids, shifted = tokens(), tokens(seed=5)
-    shifted[0, 3] = -100
-    output = model(ids, labels=ids if with_labels else None, shift_labels=shifted)
-    expected = F.cross_entropy(output.logits.float().flatten(0, 1), shifted.flatten())
-    torch.testing.assert_close(output.loss, expected)
-    assert torch.equal(
-        model(ids, labels=ids).loss, model(ids, shift_labels=F.pad(ids[:, 1:], (0, 1), value=-100)).loss
-    )
-
-
 @pytest.mark.parametrize("padded", [None, "nothing", "left"])
 def test_hidden_states_lie_in_the_graph_of_the_output(padded):
     """With a mask they were copies, whose gradients stayed None."""
@@ -79,29 +65,6 @@ def test_generate_from_embeddings_without_a_cache():
     assert torch.equal(plain, greedy)
     options = {"inputs_embeds": words[:1], "max_new_tokens": 8, "do_sample": False, "eos_token_id": NO_END}
     assert torch.equal(model.generate(input_ids=ids[:1], prompt_lookup_num_tokens=2, **options)[:, 6:], greedy[:1])
-
-
-@pytest.mark.parametrize("drafts", ["prompt lookup", "itself", "another model"])
-@pytest.mark.parametrize("variant", ["paper", "three_levels", "global_tokens"])
-def test_assisted_generation_equals_greedy(variant, drafts):
-    """It asked for a cache before the model had made one."""
-    model = tiny_model(CSTForCausalLM, variant)
-    other = tiny_model(CSTForCausalLM, seed=3)
-    assist = {
-        "prompt lookup": {"prompt_lookup_num_tokens": 3},
-        "itself": {"assistant_model": model},
-        "another model": {"assistant_model": other},
-    }
-    ids, mask = tokens(1, 11), torch.ones(1, 11, dtype=torch.long)
-    ids[:, 7:], mask[:, :2] = ids[:, 2:6], 0  # something to look up
-    options = {"attention_mask": mask, "max_new_tokens": 24, "do_sample": False, "return_dict_in_generate": True}
-    options["eos_token_id"] = NO_END
-    greedy = model.generate(ids, output_logits=True, **options)
-    assisted = model.generate(ids, output_logits=True, **options, **assist[drafts])
-    assert torch.equal(assisted.sequences, greedy.sequences)
-    assert_close_to_reference("logits", torch.stack(assisted.logits), torch.stack(greedy.logits).double(), rtol=1e-6)
-    assert isinstance(assisted.past_key_values, CSTCache)
-    assert assisted.past_key_values.get_seq_length() == 11 + 24 - 1
 
 
 def test_a_state_that_was_not_recorded_cannot_be_put_back():

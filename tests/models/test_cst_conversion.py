@@ -77,21 +77,14 @@ def test_merged_form_is_one_softmax(ratio, causal, attend_ends, kind):
 
 @pytest.mark.parametrize("causal", [False, True])
 def test_whatever_a_window_covers_is_exact(causal):
+    """So are slices of one token, whose means are the tokens themselves."""
     query, key, value = rows()
     expected = F.scaled_dot_product_attention(query, key, value, is_causal=causal)
-    for length, ratio in ((N, 1), (14, 3)):
+    for length, ratio in ((N, 1), (14, 3), (1, 1)):
         actual = merged_attention(
             query, key, value, Slicing(slice_length=length, extension_ratio=ratio, causal=causal)
         )
         assert_close_to_reference("output", actual, expected, rtol=1e-14)
-
-
-def test_slices_of_one_token_are_exact():
-    """Means of one token are the tokens themselves."""
-    query, key, value = rows()
-    expected = F.scaled_dot_product_attention(query, key, value)
-    actual = merged_attention(query, key, value, Slicing(slice_length=1))
-    assert_close_to_reference("output", actual, expected, rtol=1e-14)
 
 
 @pytest.mark.parametrize("form", ["merged", "summed"])

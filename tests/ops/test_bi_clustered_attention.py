@@ -5,14 +5,16 @@ import torch
 import torch.nn.functional as F
 from support.attention_cases import Case, attend, make_inputs
 from support.closeness import assert_close_to_reference
+from support.op_cases import CLUSTERED, to_dtype, with_gradients
 
 from hf_effattn.ops import bi_clustered_attention
 
 OP = "bi_clustered_attention"
+BI_CLUSTERED = CLUSTERED[2]
 BACKENDS = ("reference", "batched")
 each_backend = pytest.mark.parametrize("backend", BACKENDS)
 by_name = {"ids": lambda case: case.name}
-MASKS = ("none", "right", "left", "holes", "row")
+MASKS = ("none", "holes", "row")
 
 
 def exact(inputs):
@@ -25,25 +27,6 @@ def assert_equal_where_counted(inputs, actual, expected, atol=2e-14):
     """Equal in every query that counts; larger sums than plain attention's: means, tangents, a dipole."""
     for b, rows in enumerate(inputs.query_mask if inputs.query_mask is not None else [slice(None)] * len(actual)):
         torch.testing.assert_close(actual[b][:, rows], expected[b][:, rows], rtol=0, atol=atol)
-
-
-@each_backend
-@pytest.mark.parametrize("masks", MASKS)
-@pytest.mark.parametrize(("topk", "key_clusters"), [(1, 1), (1, 9), (7, 3), (36, 1)])
-def test_a_cluster_for_every_query_is_exact(topk, key_clusters, masks, backend):
-    case = Case("own", H=4, key_heads=2, clusters=41, key_clusters=key_clusters, topk=topk, masks=masks)
-    inputs = make_inputs(case)
-    inputs.labels = torch.randperm(41, generator=torch.Generator().manual_seed(0))[:37].expand(2, 4, -1)
-    assert_equal_where_counted(inputs, attend(OP, case, inputs, backend=backend), exact(inputs))
-
-
-@each_backend
-@pytest.mark.parametrize("masks", MASKS)
-@pytest.mark.parametrize("topk", [37, 60])
-def test_every_key_exact_is_exact(topk, masks, backend):
-    case = Case("all", H=4, key_heads=2, topk=topk, masks=masks)
-    inputs = make_inputs(case)
-    assert_equal_where_counted(inputs, attend(OP, case, inputs, backend=backend), exact(inputs))
 
 
 @each_backend
@@ -100,76 +83,30 @@ def test_a_key_that_is_read_by_its_mean_is_lifted(size, backend):
     torch.testing.assert_close(actual[0, 0, 2], lifted / lifted.sum(), rtol=0, atol=1e-14)
 
 
-@each_backend
-@pytest.mark.parametrize("masks", MASKS)
-def test_constant_values_come_back(masks, backend):
-    case = Case("constant", H=4, key_heads=2, masks=masks)
-    inputs = make_inputs(case)
-    inputs.value = inputs.value[:, :, :1].expand(-1, -1, case.M, -1)
-    expected = inputs.value[:, :, :1].repeat_interleave(2, dim=1).expand(-1, -1, case.N, -1)
-    actual = attend(OP, case, inputs, backend=backend)
-    if masks == "row":
-        assert (actual[1] == 0).all()
-        actual, expected, inputs.query_mask = actual[:1], expected[:1], None
-    assert_equal_where_counted(inputs, actual, expected)
-
-
-@each_backend
-@pytest.mark.parametrize("masks", ["none", "right", "holes"])
-@pytest.mark.parametrize("topk", [1, 6])
-def test_implied_weights_sum_to_one(topk, masks, backend):
-    case = Case("weights", H=4, key_heads=2, topk=topk, masks=masks)
-    inputs = make_inputs(case)
-    inputs.value = torch.eye(case.M, dtype=torch.float64).expand(2, 2, -1, -1)
-    weights = attend(OP, case, inputs, backend=backend)
-    assert_equal_where_counted(inputs, weights.sum(dim=3), torch.ones(2, 4, case.N, dtype=torch.float64))
-    assert (weights < 0).any()  # of the dipole
-    if inputs.key_mask is not None:
-        assert (weights.transpose(2, 3)[(~inputs.key_mask)[:, None].expand(-1, 4, -1)] == 0).all()
-
-
 EXACT = torch.tensor([[True, False], [False, True]])
-OPTIONS = (
-    ("plain", {}),
-    ("dropout", {"dropout_p": 0.3}),
-    ("exact_heads", {"exact_heads": EXACT}),
-    ("exact_heads_and_dropout", {"exact_heads": EXACT, "dropout_p": 0.3}),
-    ("all_exact", {"exact_heads": torch.ones(2, 2, dtype=torch.bool), "dropout_p": 0.3}),
-    ("none_exact", {"exact_heads": torch.zeros(2, 2, dtype=torch.bool)}),
-)
-each_option = pytest.mark.parametrize(
-    "options", [options for _, options in OPTIONS], ids=[name for name, _ in OPTIONS]
-)
+OPTIONS = {
+    "exact_heads": {"exact_heads": EXACT},
+    "exact_heads_and_dropout": {"exact_heads": EXACT, "dropout_p": 0.3},
+    "all_exact": {"exact_heads": torch.ones(2, 2, dtype=torch.bool), "dropout_p": 0.3},
+    "none_exact": {"exact_heads": torch.zeros(2, 2, dtype=torch.bool)},
+}
+each_option = pytest.mark.parametrize("options", OPTIONS.values(), ids=OPTIONS)
 
 
-def with_gradients(case, inputs, **options):
-    inputs.query, inputs.key, inputs.value = (
-        tensor.detach().requires_grad_() for tensor in (inputs.query, inputs.key, inputs.value)
-    )
-    torch.manual_seed(7)
-    output = attend(OP, case, inputs, **options)
-    weights = torch.randn(output.shape, generator=torch.Generator().manual_seed(1), dtype=torch.float64)
-    gradients = torch.autograd.grad(output, (inputs.query, inputs.key, inputs.value), weights.to(output.dtype))
-    return dict(zip(("output", "query", "key", "value"), (output.detach(), *gradients), strict=True))
-
-
-def assert_both_forms_agree(case, rtol=1e-12, **options):
-    expected = with_gradients(case, make_inputs(case), backend="reference", **options)
-    actual = with_gradients(case, make_inputs(case), backend="batched", **options)
+def assert_both_forms_agree(case, **options):
+    inputs = BI_CLUSTERED.make(case) | {name: options.pop(name) for name in ("query_mask",) if name in options}
+    expected, actual = (with_gradients(BI_CLUSTERED, case, inputs, backend=form, **options) for form in BACKENDS)
     for name in expected:
-        assert_close_to_reference(name, actual[name], expected[name], rtol=rtol)
-    return actual
+        assert_close_to_reference(name, actual[name], expected[name], rtol=1e-12)
 
 
 @each_option
 @pytest.mark.parametrize("masks", MASKS)
-@pytest.mark.parametrize("heads", [2, 6])
-def test_gradients_are_those_of_the_reference(heads, masks, options):
-    assert_both_forms_agree(Case("gradients", H=heads, key_heads=2, masks=masks), **options)
+def test_gradients_are_those_of_the_reference(masks, options):
+    assert_both_forms_agree(Case("gradients", H=6, key_heads=2, masks=masks), **options)
 
 
-@pytest.mark.parametrize("masks", ["none", "holes", "left"])
-@pytest.mark.parametrize("dropout_p", [0.0, 0.3])
+@pytest.mark.parametrize(("dropout_p", "masks"), [(0.0, "none"), (0.3, "holes")])
 def test_exact_heads_of_more_queries_than_are_held_at_once(dropout_p, masks):
     case = Case("long", B=1, H=4, key_heads=2, N=1100, M=70, D=4, Dv=3, clusters=3, masks=masks)
     assert_both_forms_agree(case, exact_heads=EXACT[:1], dropout_p=dropout_p)
@@ -190,13 +127,8 @@ def test_exact_heads_on_several_threads(threads, masks):
 def test_exact_heads_whose_first_queries_are_all_padding():
     """The dropout of those is drawn and thrown away, so that padding shifts none."""
     case = Case("padded", B=1, H=2, key_heads=2, N=1100, M=20, D=4, Dv=3, clusters=3)
-    results = []
-    for backend in BACKENDS:
-        inputs = make_inputs(case)
-        inputs.query_mask = (torch.arange(case.N) >= 700)[None]
-        results.append(with_gradients(case, inputs, exact_heads=EXACT[:1], dropout_p=0.3, backend=backend))
-    for name, tensor in results[0].items():
-        assert_close_to_reference(name, results[1][name], tensor, rtol=1e-12)
+    query_mask = (torch.arange(case.N) >= 700)[None]
+    assert_both_forms_agree(case, query_mask=query_mask, exact_heads=EXACT[:1], dropout_p=0.3)
 
 
 @each_backend
@@ -228,29 +160,29 @@ def test_dropout_of_exact_heads_is_that_of_their_weights(backend):
 
 @each_option
 @each_backend
-@pytest.mark.parametrize("garbage", [1e4, float("inf"), float("nan")])
-def test_masked_rows_have_no_influence(garbage, backend, options):
+def test_masked_rows_have_no_influence(backend, options):
     case = Case("garbage", H=4, key_heads=2, masks="holes")
-    clean = with_gradients(case, make_inputs(case), backend=backend, **options)
-    inputs = make_inputs(case)
-    for b in range(case.B):
-        inputs.key[b, :, ~inputs.key_mask[b]] = garbage
-        inputs.value[b, :, ~inputs.key_mask[b]] = -garbage
-        inputs.query[b, :, ~inputs.query_mask[b]] = garbage
-    for name, tensor in with_gradients(case, inputs, backend=backend, **options).items():
-        assert torch.equal(tensor, clean[name]), name
+    inputs = BI_CLUSTERED.make(case)
+    clean = with_gradients(BI_CLUSTERED, case, inputs, backend=backend, **options)
+    for garbage in (1e4, float("inf"), float("nan")):
+        dirty = inputs | {
+            name: inputs[name].masked_fill(~inputs[mask][:, None, :, None], garbage)
+            for name, mask in (("query", "query_mask"), ("key", "key_mask"), ("value", "key_mask"))
+        }
+        for name, tensor in with_gradients(BI_CLUSTERED, case, dirty, backend=backend, **options).items():
+            assert torch.equal(tensor, clean[name]), name
 
 
 @each_backend
 def test_no_weight_on_clusters_leaves_no_dipole(backend):
     """Exact keys that take all weight: the ratio of the clusters' weights is 0 over 0 to float32, not the result."""
     case = Case("certain", H=1, topk=2)
-    inputs = make_inputs(case, torch.float32)
-    inputs.key[:, :, 0] *= 200
-    inputs.query = inputs.key[:, :, :1] / 100 + 0.01 * inputs.query
-    results = with_gradients(case, inputs, backend=backend)
+    inputs = BI_CLUSTERED.make(case, torch.float32)
+    inputs["key"][:, :, 0] *= 200
+    inputs["query"] = inputs["key"][:, :, :1] / 100 + 0.01 * inputs["query"]
+    results = with_gradients(BI_CLUSTERED, case, inputs, backend=backend)
     assert all(tensor.isfinite().all() for tensor in results.values())
-    torch.testing.assert_close(results["output"], inputs.value[:, :, :1].detach().expand_as(results["output"]))
+    torch.testing.assert_close(results["output"], inputs["value"][:, :, :1].expand_as(results["output"]))
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16], ids=str)
@@ -259,10 +191,12 @@ def test_dtypes_of_heads_that_attend_exactly(dropout_p, dtype):
     """The error is what plain PyTorch has in the same dtype. All keys are exact, so that each dtype takes the same."""
     case = Case("dtype", H=4, key_heads=2)
     options = {"exact_heads": EXACT, "dropout_p": dropout_p, "topk": case.M}
-    rounded = make_inputs(case, dtype)
-    expected = with_gradients(case, rounded.to(torch.float64), backend="reference", **options)
-    baseline = with_gradients(case, rounded.to(dtype), backend="reference", **options)
-    for name, tensor in with_gradients(case, rounded.to(dtype), backend="batched", **options).items():
+    rounded = BI_CLUSTERED.make(case, dtype)
+    expected, baseline = (
+        with_gradients(BI_CLUSTERED, case, some, backend="reference", **options)
+        for some in (to_dtype(rounded, torch.float64), rounded)
+    )
+    for name, tensor in with_gradients(BI_CLUSTERED, case, rounded, backend="batched", **options).items():
         assert tensor.dtype == dtype
         assert_close_to_reference(name, tensor, expected[name], baseline[name], rtol=1e-6)
 

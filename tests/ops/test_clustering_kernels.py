@@ -85,7 +85,7 @@ def assert_same_labels(query, clusters, method, share=1.0, **options):
     return actual
 
 
-@pytest.mark.slow_except("none-*", "holes-*")
+@pytest.mark.slow_except("none-lsh", "holes-*")
 @each_method
 @pytest.mark.parametrize("masks", ["none", "left", "holes", "row", "few"])
 def test_labels_are_those_of_the_batched_form(method, masks):
@@ -145,19 +145,13 @@ def test_metric_is_that_of_the_reference(M, D, masked, dtype):
             assert_close_to_reference("metric", metric[b, h], reference.keys_metric(fitted[h]), rtol=rtol)
 
 
-@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16], ids=str)
-@pytest.mark.parametrize("method", ["kmeans", "keys_metric"])
-def test_low_precision_inputs_are_clustered_in_float32(dtype, method):
-    query, key = blobs(1, 2, 60, 16, groups=6).to(dtype), randn(1, 2, 45, 16, dtype=dtype)
-    assert_same_labels(query, 6, method, key=key)
-
-
 @pytest.fixture
 def large_chip(monkeypatch):
     """The interpreter runs what is launched on an H100, where one launch labels the fitted rows and adds them up."""
     monkeypatch.setattr(chips, "INTERPRETER", chips.Chip("cuda", 227 * chips.KIB))
 
 
+@pytest.mark.slow_except("none-kmeans", "holes-keys_metric")
 @pytest.mark.parametrize("method", ["kmeans", "keys_metric"])
 @pytest.mark.parametrize("masks", ["none", "holes"])
 def test_labels_of_a_large_chip(method, masks, large_chip):
@@ -168,15 +162,15 @@ def test_labels_of_a_large_chip(method, masks, large_chip):
 
 
 @pytest.mark.skipif(DEVICE == "cuda", reason="only the interpreter is two chips")
-@pytest.mark.slow_except("*-torch.bfloat16")
+@pytest.mark.slow_except("kmeans-torch.bfloat16")
 @pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16], ids=str)
 @pytest.mark.parametrize("method", ["kmeans", "lsh"])
 def test_one_launch_or_two_are_the_same_bit_for_bit(method, dtype, request):
     """Of whole numbers, whose sums do not depend on the order."""
-    query = torch.randint(-6, 7, (1, 2, 700, 24), generator=torch.Generator().manual_seed(0)).to(dtype)
-    expected = cluster(query, 100, method, backend="triton")
+    query = torch.randint(-6, 7, (1, 1, 700, 24), generator=torch.Generator().manual_seed(0)).to(dtype)
+    expected = cluster(query, 70, method, backend="triton")
     request.getfixturevalue("large_chip")
-    assert torch.equal(cluster(query, 100, method, backend="triton"), expected)
+    assert torch.equal(cluster(query, 70, method, backend="triton"), expected)
 
 
 def test_padding_behind_parts_of_a_large_chip(large_chip):
@@ -205,48 +199,6 @@ def test_bfloat16_points_are_next_to_the_nearest_centroid(shift):
     rounding = 2**-8 * (points.norm(dim=2) + 1) * (centroids.norm(dim=2).amax(dim=1)[:, None] + 1)
     assert (own.square() - distances.amin(dim=2).square() <= 4 * rounding).all()
     assert (own == distances.amin(dim=2)).float().mean() > 0.97
-
-
-@each_method
-def test_same_labels_every_time(method):
-    query, key = randn(1, 2, 60, 8), randn(1, 2, 60, 8)
-    first = cluster(query, 7, method, key=key, backend="triton")
-    assert torch.equal(first, cluster(query, 7, method, key=key, backend="triton"))
-
-
-@each_method
-@pytest.mark.parametrize("masks", ["left", "holes"])
-def test_a_padded_batch_gets_the_labels_of_its_texts_alone(method, masks):
-    query, key = randn(2, 1, 40, 8), randn(2, 1, 40, 8)
-    mask = on_device(padding(masks, 2, 40))
-    query[~mask[:, None]] = torch.nan
-    key[~mask[:, None]] = torch.nan
-    padded = cluster(query, 6, method, key=key, key_mask=mask, query_mask=mask, backend="triton")
-    for b in range(2):
-        row = mask[b]
-        alone = cluster(query[b : b + 1, :, row], 6, method, key=key[b : b + 1, :, row], backend="triton")
-        assert torch.equal(padded[b : b + 1, :, row], alone)
-        assert (padded[b, :, ~row] == 0).all()
-
-
-@each_method
-def test_few_queries_get_a_cluster_each(method):
-    query, key = randn(2, 1, 12, 8), randn(2, 1, 12, 8)
-    mask = torch.zeros(2, 12, dtype=torch.bool, device=DEVICE)
-    mask[0, 3::2] = True
-    labels = cluster(query, 9, method, key=key, query_mask=mask, backend="triton")
-    assert labels[0, 0, 3::2].tolist() == list(range(5))
-    assert (labels[1] == 0).all()
-    assert torch.equal(cluster(query, 12, method, key=key, backend="triton")[0, 0], torch.arange(12, device=DEVICE))
-
-
-@each_method
-def test_values_that_are_not_finite_still_give_legal_labels(method):
-    query, key = randn(1, 2, 40, 8), randn(1, 2, 40, 8)
-    query[0, 0, 7], query[0, 1], key[0, 1, 3] = torch.inf, torch.nan, torch.nan
-    labels = cluster(query, 7, method, key=key, backend="triton")
-    assert labels.min() >= 0
-    assert labels.max() < 7
 
 
 @pytest.mark.parametrize("method", ["kmeans", "keys_metric"])
@@ -314,16 +266,6 @@ def test_kmeans_keeps_empty_clusters_and_few_points():
     labels, centroids = kmeans(randn(2, 0, 5), 4, backend="triton")
     assert labels.shape == (2, 0)
     assert (centroids == 0).all()
-
-
-def test_inertia_of_random_points():
-    points = randn(2, 150, 6)
-
-    def inertia(backend):
-        labels, centroids = kmeans(points, 12, iterations=4, backend=backend)
-        return (points - centroids.take_along_dim(labels[..., None], dim=1)).square().sum().item()
-
-    assert inertia("triton") == pytest.approx(inertia("batched"), rel=1e-3)
 
 
 @pytest.mark.slow

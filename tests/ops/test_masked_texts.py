@@ -1,4 +1,4 @@
-"""A text of padding alone, or one whose keys are all masked: 0 in every form, as in torch's SDPA, and no gradient."""
+"""A text of padding alone: 0 by every method, as in torch's SDPA, and no gradient."""
 
 from collections.abc import Callable
 from typing import Any
@@ -6,14 +6,11 @@ from typing import Any
 import pytest
 import torch
 import torch.nn.functional as F
-from support import attention_cases, causal_cases, slice_cases
+from support import attention_cases
 
 from hf_effattn.patching.methods import Method, make_method
 
-BACKENDS = ("reference", "batched", "triton")
 DENSE = attention_cases.Case("text of padding", N=23, M=23, masks="row")
-CAUSAL = causal_cases.Case("text of padding", masks="row", N=19)
-SLICES = slice_cases.Case("text of padding", masks="row", N=19)
 LOCAL: dict[bool, dict[str, Any]] = {False: {}, True: {"segment_length": 4, "window": 4}}
 RUNGS: dict[bool, list[dict[str, Any]]] = {
     False: [{"method": "bi-clustered", "clusters": 3, "topk": 2, "key_clusters": 4}],
@@ -45,40 +42,6 @@ def assert_last_is_zero(
     for gradient in torch.autograd.grad(output.square().sum() + output.sum(), inputs):
         assert torch.equal(gradient[-1], torch.zeros_like(gradient[-1]))
         assert gradient.isfinite().all()
-
-
-@pytest.mark.slow_except("*-reference-*", "*-batched-*")
-@pytest.mark.parametrize("keys_alone", [False, True])
-@pytest.mark.parametrize("backend", BACKENDS)
-@pytest.mark.parametrize("op", ["clustered_attention", "improved_clustered_attention", "bi_clustered_attention"])
-def test_of_clusters(op: str, backend: str, keys_alone: bool) -> None:
-    x = attention_cases.make_inputs(DENSE, torch.float32)
-    options = {"backend": backend} | ({"query_mask": None} if keys_alone else {})
-
-    def attend(query: torch.Tensor, key: torch.Tensor, value: torch.Tensor) -> torch.Tensor:
-        given = attention_cases.Inputs(query, key, value, x.labels, x.key_labels, x.key_mask, x.query_mask)
-        return attention_cases.attend(op, DENSE, given, **options)
-
-    assert_last_is_zero(attend, x.query, x.key, x.value)
-
-
-@pytest.mark.slow_except("*-reference", "*-batched")
-@pytest.mark.parametrize("backend", BACKENDS)
-@pytest.mark.parametrize("method", causal_cases.METHODS)
-def test_of_clusters_that_hide_the_future(method: str, backend: str) -> None:
-    *inputs, mask = causal_cases.make_inputs(CAUSAL, torch.float32)
-    assert_last_is_zero(lambda *rows: causal_cases.attend(method, CAUSAL, *rows, mask, backend=backend), *inputs)
-
-
-@pytest.mark.slow_except("reference", "batched")
-@pytest.mark.parametrize("backend", BACKENDS)
-def test_of_slices(backend: str) -> None:
-    made = slice_cases.make_inputs(SLICES, torch.float32)
-
-    def attend(query: torch.Tensor, key: torch.Tensor, value: torch.Tensor) -> torch.Tensor:
-        return slice_cases.attend(SLICES, made | {"query": query, "key": key, "value": value}, backend=backend)[0]
-
-    assert_last_is_zero(attend, made["query"], made["key"], made["value"])
 
 
 @pytest.mark.parametrize(("causal", "method"), METHODS, ids=str)

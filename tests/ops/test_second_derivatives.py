@@ -96,6 +96,18 @@ def test_clusters_carry_no_derivative_under_torch_func_either() -> None:
     assert torch.equal(torch.func.grad(loss)(query), torch.ones_like(query))
 
 
+@pytest.mark.parametrize("op", [op for op in OPS if op != "neural clustering"])
+def test_forward_mode_is_the_references(op: str) -> None:
+    """torch would take a derivative that the fast form does not have for 0."""
+    generator = torch.Generator().manual_seed(0)
+    query, key, value = (torch.randn(1, 1, 12, 4, dtype=torch.float64, generator=generator) for _ in range(3))
+    ones = (torch.ones_like(value),)
+    tangent = torch.func.jvp(lambda v: OPS[op](query, key, v, backend="reference"), (value,), ones)[1]
+    torch.testing.assert_close(tangent, torch.ones_like(tangent), rtol=0, atol=1e-14)  # weights sum to 1
+    with pytest.raises(ValueError, match='need backend="reference"'):
+        torch.func.jvp(lambda v: OPS[op](query, key, v, backend="batched"), (value,), ones)
+
+
 @pytest.mark.compatibility("torch", "`vmap` over models, trained", "runs")
 @each_op
 def test_backward_through_vmap(op: str) -> None:

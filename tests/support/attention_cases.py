@@ -24,6 +24,7 @@ class Case:
     key_clusters: int = 4
     topk: int = 6
     masks: str = "none"
+    separated: bool = False  # every cluster has keys so far ahead of the rest that every dtype chooses them
 
 
 CASES = (
@@ -50,6 +51,20 @@ CASES = (
 )
 
 
+KERNEL_CASES = (
+    Case("plain", B=1, N=37, M=37),
+    Case("prime_lengths", B=1, H=1, N=83, M=101, clusters=3, topk=40),  # more top keys than a tile holds
+    Case("fewer_queries_than_clusters", B=1, H=1, N=3, clusters=7),
+    Case("topk_beyond_keys", B=1, H=1, clusters=2, topk=50),
+    Case("odd_dimensions", B=1, D=20, Dv=40, N=41, M=23, clusters=3),
+    Case("holes", H=1, masks="holes", N=61, M=47, clusters=3),
+    Case("row_fully_padded", H=1, masks="row", clusters=2),
+    Case("fewer_keys_than_topk", H=1, masks="few", clusters=2, topk=9),
+    Case("one_key_head_and_holes", H=3, key_heads=1, N=29, clusters=2, masks="holes"),
+)
+SMALL = Case("small", B=1, H=2, key_heads=1, N=21, M=19, D=8, Dv=8, clusters=2, topk=4)
+
+
 @dataclass
 class Inputs:
     """Tensors of a case."""
@@ -65,6 +80,9 @@ class Inputs:
     def to(self, dtype: torch.dtype) -> "Inputs":
         query, key, value = (tensor.detach().to(dtype) for tensor in (self.query, self.key, self.value))
         return replace(self, query=query, key=key, value=value)
+
+    def to_device(self, device: str) -> "Inputs":
+        return Inputs(**{name: None if tensor is None else tensor.to(device) for name, tensor in vars(self).items()})
 
 
 def padding(kind: str, B: int, length: int) -> torch.Tensor | None:
@@ -89,13 +107,17 @@ def make_inputs(case: Case, dtype: torch.dtype = torch.float64, seed: int = 0) -
     """Query, key and value as transformers hands them over: `(B, N, H, D)` in memory, seen as `(B, H, N, D)`."""
     generator = torch.Generator().manual_seed(seed)
     query, key, value = (
-        torch.randn(case.B, length, heads, dim, dtype=torch.float64, generator=generator).to(dtype).transpose(1, 2)
+        torch.randn(case.B, length, heads, dim, dtype=torch.float64, generator=generator).transpose(1, 2)
         for length, heads, dim in (
             (case.N, case.H, case.D),
             (case.M, case.key_heads or case.H, case.D),
             (case.M, case.key_heads or case.H, case.Dv),
         )
     )
+    if case.separated:
+        key[:, :, : case.topk] *= 4.0
+        query = key[:, :, : case.topk].mean(dim=2, keepdim=True) + 0.1 * query
+    query, key, value = (rows.to(dtype) for rows in (query, key, value))
     labels = torch.randint(case.clusters, (case.B, case.H, case.N), generator=generator)
     key_labels = torch.randint(case.key_clusters, key.shape[:3], generator=generator)
     masks = (padding(case.masks, case.B, length) for length in (case.M, case.N))

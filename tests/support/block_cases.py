@@ -56,6 +56,27 @@ CASES = (
 )
 
 
+# Two heads per key head where heads are grouped, one text where no mask tells texts apart: the interpreter is slow.
+KERNEL_CASES = (
+    *(
+        replace(
+            case,
+            N=min(case.N, 23),
+            B=1 if case.masks == "none" else 2,
+            H=2 if case.key_heads else 1,
+            key_heads=case.key_heads and 1,
+        )
+        for case in CASES
+    ),
+    # Rows and columns of a block in several tiles, the last of them short.
+    Case("tiles_causal", H=1, N=90, clusters=2, causal=True, masks="holes"),
+    Case("tiles_strict", H=1, N=80, clusters=2, causal=True, strict=True, block_length=35, masks="left"),
+    Case("tiles_wide_window", H=1, N=110, clusters=3, window_blocks=3, masks="right", gated=True),
+    Case("head_dim_of_100", B=1, H=1, N=40, clusters=3, D=100, Dv=100),
+    Case("head_dim_of_256", B=1, H=1, N=40, clusters=3, D=256, Dv=256),
+)
+
+
 @dataclass
 class Inputs:
     query: torch.Tensor
@@ -66,13 +87,6 @@ class Inputs:
     labels: torch.Tensor
     block_length: int | torch.Tensor
     key_mask: torch.Tensor | None
-
-    def to(self, dtype):
-        tensors = (None if x is None else x.detach().to(dtype) for x in self.leaves())
-        return replace(self, **dict(zip(("query", "key", "value", "membership"), tensors, strict=True)))
-
-    def leaves(self):
-        return self.query, self.key, self.value, self.membership
 
 
 def make_inputs(case, dtype=torch.float64, seed=0):
@@ -113,27 +127,3 @@ def attend(case, inputs, **options):
         }
         | options,
     )
-
-
-def with_gradients(case, inputs, **options):
-    names = ("query", "key", "value", "membership")
-    leaves = {
-        name: leaf.detach().requires_grad_()
-        for name, leaf in zip(names, inputs.leaves(), strict=True)
-        if leaf is not None
-    }
-    output = attend(case, replace(inputs, **leaves), **options)
-    weights = torch.randn(output.shape, generator=torch.Generator().manual_seed(1), dtype=torch.float64)
-    gradients = torch.autograd.grad(output, list(leaves.values()), weights.to(output.dtype))
-    return {"output": output.detach()} | dict(zip(leaves, gradients, strict=True))
-
-
-DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
-
-
-def on_device(inputs):
-    moved = {
-        name: x.to(DEVICE) if isinstance(x := getattr(inputs, name), torch.Tensor) else x
-        for name in Inputs.__dataclass_fields__
-    }
-    return Inputs(**moved)

@@ -1,6 +1,6 @@
 """Cases of causal attention over clusters."""
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import pytest
 import torch
@@ -37,6 +37,103 @@ class Case:
     sinks: bool = False
 
 
+SOME_EXACT = {"max_predicted_error": 0.04, "H": 6, "key_heads": 3, "clusters": 2, "key_clusters": 2}
+CASES = (
+    Case("plain"),
+    Case("one_token", N=1),
+    Case("shorter_than_the_window", N=7),
+    Case("first_token_beyond_the_window", N=9),
+    Case("whole_segments", N=64),
+    Case("no_window", window=0),
+    Case("window_of_many_segments", window=17),
+    Case("segments_of_one_token", segment_length=1, window=3, N=23),
+    Case("segments_in_halves", segment_length=193, window=30, N=600, H=4, key_heads=2),
+    Case("segments_in_halves_and_dropout", segment_length=193, window=30, N=600, dropout_p=0.3),
+    Case("odd_dimensions", D=5, Dv=3, segment_length=7, window=6),
+    Case("one_cluster", clusters=1),
+    Case("one_cluster_and_dropout", clusters=1, topk=11, dropout_p=0.3, H=4, key_heads=2, Dv=5),
+    Case(
+        "one_cluster_some_heads_exact",
+        clusters=1,
+        max_predicted_error=0.1,
+        H=6,
+        key_heads=3,
+        key_clusters=2,
+        masks="holes",
+    ),
+    Case("more_clusters_than_queries", clusters=100),
+    Case("topk_beyond_the_first_older_keys", topk=11),
+    Case("topk_beyond_keys", topk=99),
+    Case("one_key_cluster", key_clusters=1),
+    Case("no_iterations", iterations=0),
+    Case("all_heads_exact", max_predicted_error=0.0, H=4, key_heads=2, clusters=2, key_clusters=2),
+    Case("some_heads_exact", **SOME_EXACT),
+    Case("some_heads_exact_and_dropout", **SOME_EXACT, dropout_p=0.3),
+    Case("some_heads_exact_and_holes", **SOME_EXACT, masks="holes"),
+    Case("right_padding", masks="right"),
+    Case("left_padding", masks="left", N=61),
+    Case("holes", masks="holes"),
+    Case("row_fully_padded", masks="row"),
+    Case("grouped_heads", H=6, key_heads=2),
+    Case("one_key_head_and_holes", H=3, key_heads=1, masks="holes"),
+    Case("sinks", H=3, sinks=True),
+    Case("sinks_of_grouped_heads_and_holes", H=6, key_heads=2, masks="holes", sinks=True),
+    Case("some_heads_exact_and_sinks", **SOME_EXACT, sinks=True),
+    Case("dropout", dropout_p=0.3),
+    Case("dropout_and_sinks", dropout_p=0.3, sinks=True),
+    Case("dropout_and_left_padding", dropout_p=0.3, masks="left", H=4, key_heads=2),
+)
+# Without masks a second item would only be another draw.
+CASES = tuple(replace(case, B=1) if case.masks == "none" else case for case in CASES)
+
+SMALL = Case("plain", B=1, N=37, segment_length=8, window=8)
+KERNEL_CASES = (
+    SMALL,
+    replace(SMALL, name="first_token_beyond_the_window", N=17),
+    replace(SMALL, name="whole_segments", N=32, window=3, H=1),
+    replace(SMALL, name="no_window", window=0),
+    replace(SMALL, name="window_of_many_segments", window=17, N=50),
+    replace(SMALL, name="segments_of_one_token", segment_length=1, window=3, N=7),
+    replace(SMALL, name="segments_of_many_tiles", H=1, segment_length=70, window=40, N=150, clusters=3, topk=40),
+    replace(SMALL, name="odd_dimensions", D=20, Dv=40),
+    replace(SMALL, name="one_cluster", clusters=1, key_clusters=1),
+    replace(
+        SMALL,
+        name="one_cluster_some_heads_exact",
+        clusters=1,
+        key_clusters=3,
+        H=4,
+        key_heads=2,
+        max_predicted_error=0.1,
+        B=2,
+        masks="left",
+    ),
+    replace(SMALL, name="more_clusters_than_queries", clusters=40, H=1),
+    replace(SMALL, name="topk_beyond_keys", topk=99),
+    replace(SMALL, name="no_iterations", iterations=0),
+    replace(SMALL, name="grouped_heads", H=4, key_heads=2),
+    replace(SMALL, name="sinks_of_grouped_heads", H=4, key_heads=2, sinks=True),
+    replace(SMALL, name="sinks_and_holes", B=2, N=29, masks="holes", sinks=True, clusters=2, key_clusters=2),
+    replace(SMALL, name="all_heads_exact", max_predicted_error=0.0),
+    replace(
+        SMALL, name="some_heads_exact", max_predicted_error=0.08, H=4, key_heads=2, clusters=2, key_clusters=2, N=33
+    ),
+    replace(SMALL, name="right_padding", B=2, H=1, masks="right"),
+    replace(SMALL, name="row_fully_padded", B=2, H=1, masks="row", N=30),
+    replace(SMALL, name="holes", B=2, H=1, masks="holes"),
+    replace(
+        SMALL,
+        name="some_heads_exact_and_holes",
+        B=2,
+        max_predicted_error=0.06,
+        key_heads=1,
+        clusters=2,
+        key_clusters=2,
+        masks="holes",
+    ),
+)
+
+
 def make_inputs(case, dtype=torch.float64, seed=0):
     """Query, key and value as transformers hands them over, and the mask."""
     generator = torch.Generator().manual_seed(seed)
@@ -58,7 +155,6 @@ def attend(method, case, query, key, value, mask, **options):
     chosen = {name: getattr(case, name) for name in (*names, "max_predicted_error", "dropout_p")}
     if case.sinks:
         chosen["sinks"] = make_sinks(case, query.dtype).to(query.device)
-    torch.manual_seed(4)
     return causal_clustered_attention(query, key, value, method=method, key_mask=mask, **chosen | options)
 
 

@@ -51,6 +51,12 @@ VARIANTS: dict[str, dict[str, Any]] = {
     "full": {"assignment": "full"},
 }
 
+# Of decoders, whose words may see no later one.
+STRICT = {name: VARIANTS[name] for name in ("neural", "gated", "lsh", "dot", "full")} | {
+    "short_reach": {"block_length": 2},
+    "wide_window_of_single_words": {"window_blocks": 4, "block_length": 1},
+}
+
 
 def tiny_config(**changes: Any) -> ClusterFormerConfig:
     """A small config."""

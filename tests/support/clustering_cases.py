@@ -1,31 +1,63 @@
-"""Inputs of neural clustering, for the forms that run on a CPU and for the kernels."""
+"""Cases of neural clustering, for the forms that run on a CPU and for the kernels."""
+
+from dataclasses import dataclass
 
 import torch
+from support.attention_cases import padding
 
 from hf_effattn.ops import neural_clustering
 
 
-def make_inputs(B=2, N=23, k=5, d=12, masks="none", dtype=torch.float64, seed=0):
+@dataclass(frozen=True)
+class Case:
+    """Sizes of one test, and which similarity of words and centroids counts."""
+
+    name: str
+    B: int = 2
+    N: int = 23
+    k: int = 5
+    d: int = 12
+    masks: str = "none"
+    similarity: str = "dot"
+    sharpness: float = 4.0
+
+
+CASES = tuple(
+    Case(f"{name}{'_cosine' if similarity == 'cosine' else ''}", similarity=similarity, **sizes)
+    for similarity in ("dot", "cosine")
+    for name, sizes in {
+        "plain": {},
+        "one_word": {"B": 1, "N": 1, "k": 3, "d": 4},
+        "one_centroid_and_left_padding": {"B": 3, "N": 50, "k": 1, "d": 7, "masks": "left"},
+        "more_centroids_than_words": {"N": 4, "k": 9, "d": 3, "masks": "right"},
+        "holes": {"masks": "holes"},
+        "row_fully_padded": {"masks": "row"},
+    }.items()
+)
+
+
+# More words, centroids and columns than a tile, and fewer.
+KERNEL_CASES = tuple(
+    Case(f"{name}_{masks}_{similarity}", *sizes, masks, similarity, 3.0 if similarity == "cosine" else 0.5)
+    for name, sizes in {"few": (2, 23, 5, 12), "fewer_words": (1, 3, 7, 4), "tiles": (1, 90, 40, 70)}.items()
+    for masks in ("none", "right", "left", "holes", "row")
+    for similarity in ("dot", "cosine")
+)
+
+
+def make_inputs(
+    case: Case, dtype: torch.dtype = torch.float64, seed: int = 0
+) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor | None]:
+    """Words, centroids and the mask of the words."""
     generator = torch.Generator().manual_seed(seed)
-    words = torch.randn(B, N, d, generator=generator, dtype=torch.float64)
-    centroids = torch.randn(B, k, d, generator=generator, dtype=torch.float64)
-    mask = None
-    if masks != "none":
-        mask = torch.ones(B, N, dtype=torch.bool)
-        if masks == "right":
-            mask[-1, (N + 1) // 2 :] = False
-        elif masks == "left":
-            mask[-1, : N // 3] = False
-        elif masks == "holes":
-            mask = torch.rand(B, N, generator=generator) > 0.4
-        elif masks == "row":
-            mask[-1] = False
-    return words.to(dtype), centroids.to(dtype), mask
+    words = torch.randn(case.B, case.N, case.d, generator=generator, dtype=torch.float64)
+    centroids = torch.randn(case.B, case.k, case.d, generator=generator, dtype=torch.float64)
+    return words.to(dtype), centroids.to(dtype), padding(case.masks, case.B, case.N)
 
 
-def with_gradients(words, centroids, **options):
-    leaves = words.detach().requires_grad_(), centroids.detach().requires_grad_()
-    updated, labels = neural_clustering(*leaves, **options)
-    weights = torch.randn(updated.shape, generator=torch.Generator().manual_seed(1), dtype=torch.float64)
-    gradients = torch.autograd.grad(updated, leaves, weights.to(updated.dtype))
-    return dict(zip(("updated", "words", "centroids"), (updated.detach(), *gradients), strict=True)), labels
+def cluster(
+    case: Case, words: torch.Tensor, centroids: torch.Tensor, mask: torch.Tensor | None, **options: object
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """Updated centroids and the labels of the words."""
+    settings = {"mask": mask, "similarity": case.similarity, "sharpness": case.sharpness} | options
+    return neural_clustering(words, centroids, **settings)

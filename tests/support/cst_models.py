@@ -3,9 +3,19 @@
 from typing import Any
 
 import torch
+import transformers
 
-from hf_effattn.models import CSTConfig
+from hf_effattn.models import CSTConfig, cst
 
+# Written out anew: what the package registers is compared with it.
+HEADS = {
+    transformers.AutoModel: cst.CSTModel,
+    transformers.AutoModelForMaskedLM: cst.CSTForMaskedLM,
+    transformers.AutoModelForCausalLM: cst.CSTForCausalLM,
+    transformers.AutoModelForSequenceClassification: cst.CSTForSequenceClassification,
+    transformers.AutoModelForTokenClassification: cst.CSTForTokenClassification,
+    transformers.AutoModelForQuestionAnswering: cst.CSTForQuestionAnswering,
+}
 LENGTH = 21
 SIZES: dict[str, Any] = {
     "vocab_size": 50,

@@ -59,6 +59,15 @@ CASES = (
 )
 
 
+KERNEL_CASES = (
+    *(case for case in CASES if case.H < 6),
+    Case("grouped_heads", B=1, H=4, key_heads=2, N=19, ratio=2, positions=True, sinks=True, masks="holes"),
+    Case("a_slice_of_several_tiles", B=1, N=150, L=140, ratio=1.1, positions=True, sinks=True),
+    Case("causal_slice_of_several_tiles", B=1, N=150, L=80, ratio=1.5, positions=True, causal=True),
+    Case("many_sinks", B=1, N=150, L=8, sinks=True),
+)
+
+
 def make_inputs(case: Case, dtype: torch.dtype = torch.float64, seed: int = 0) -> dict[str, torch.Tensor]:
     """Query, key and value as transformers hands them over: `(B, N, H, D)` in memory, seen as `(B, H, N, D)`."""
     generator = torch.Generator().manual_seed(seed)
@@ -83,6 +92,8 @@ def make_inputs(case: Case, dtype: torch.dtype = torch.float64, seed: int = 0) -
         inputs["sink_mask"][:, 0] = True
         inputs["sink_mask"][0, -1] = True
         inputs["sink_mask"][-1, case.N // 3] = True
+        if case.name == "many_sinks":
+            inputs["sink_mask"][:, ::2] = True
     return inputs
 
 
@@ -90,27 +101,3 @@ def attend(case: Case, inputs: dict[str, torch.Tensor], **options: object) -> tu
     return slice_attention(
         **inputs, slice_length=case.L, extension_ratio=case.ratio, causal=case.causal, return_lse=True, **options
     )
-
-
-def with_gradients(case: Case, inputs: dict[str, torch.Tensor], **options: object) -> dict[str, torch.Tensor]:
-    """Outputs and the gradients of every floating-point input, for fixed random gradients of all three outputs."""
-    inputs = {name: tensor.detach() for name, tensor in inputs.items()}
-    leaves = {name: tensor.requires_grad_() for name, tensor in inputs.items() if tensor.is_floating_point()}
-    outputs = dict(zip(("output", "pooled", "lse"), attend(case, inputs, **options), strict=True))
-    counted = inputs.get("key_mask", torch.ones(case.B, case.N, dtype=torch.bool))[:, None]
-    outputs["lse"] = outputs["lse"].masked_fill(~counted, 0.0)
-    generator = torch.Generator().manual_seed(1)
-    loss = sum(
-        (tensor * torch.randn(tensor.shape, generator=generator, dtype=torch.float64).to(tensor.dtype)).sum()
-        for tensor in outputs.values()
-    )
-    gradients = torch.autograd.grad(loss, list(leaves.values()))
-    results = {name: tensor.detach() for name, tensor in outputs.items()}
-    return results | {f"gradient of {name}": grad for name, grad in zip(leaves, gradients, strict=True)}
-
-
-DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
-
-
-def on_device(inputs: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
-    return {name: tensor.to(DEVICE) for name, tensor in inputs.items()}

@@ -319,7 +319,7 @@ def gradients(
         part.store_keys(grad_value, of_value)
 
     for_every_chunk(attend, chunks(settings), query.device)
-    of_sinks = output.new_empty(0)
+    of_sinks = query.new_empty(0)
     if settings.sinks is not None:
         delta = torch.linalg.vecdot(grad_output.to(output.dtype), output)
         if key_mask is not None:

@@ -269,7 +269,7 @@ def test_the_copy_of_an_adapter_learns_and_is_attended_with() -> None:
 def test_a_wrapper_of_the_tables_is_kept_put_back_and_taken_away(monkeypatch: pytest.MonkeyPatch) -> None:
     model = wrapped()
     wrapper = getattr(model, NAME)
-    hf_effattn.patch_attention(model, "cst", slice_length=4, sinks=False)
+    hf_effattn.patch_attention(model, "cst", slice_length=4, attend_ends=False)
     assert getattr(model, NAME) is wrapper
 
     def fail(*args: Any) -> None:

@@ -1,4 +1,4 @@
-"""What is known of a head before it attends: the queries' offsets from their centroids, the predicted error."""
+"""What is known of a head before it attends: the queries' residuals from their centroids, the predicted error."""
 
 import sys
 
@@ -31,14 +31,14 @@ def residuals(rows, labels):
     return torch.stack([row - means[label] for row, label in zip(rows, labels.tolist(), strict=True)])
 
 
-def offsets_of(case, inputs, b, p):
+def residuals_of(case, inputs, b, p):
     """Those of all query heads that share key head `p`, and count, in the order of heads."""
     group, rows = case.H // (case.key_heads or case.H), counted(inputs.query_mask, b)
     heads = range(p * group, p * group + group)
     return torch.cat([residuals(inputs.query[b, h, rows], inputs.labels[b, h, rows]) for h in heads])
 
 
-def found_offsets(case, inputs, **options):
+def found_residuals(case, inputs, **options):
     return query_residuals(
         inputs.query, inputs.labels, case.clusters, key_heads=case.key_heads, query_mask=inputs.query_mask, **options
     )
@@ -46,25 +46,25 @@ def found_offsets(case, inputs, **options):
 
 def found_error(case, inputs, **options):
     return predicted_error(
-        *found_offsets(case, inputs), inputs.key, inputs.key_labels, case.key_clusters, key_mask=inputs.key_mask,
+        *found_residuals(case, inputs), inputs.key, inputs.key_labels, case.key_clusters, key_mask=inputs.key_mask,
         **options,
     )  # fmt: skip
 
 
 @each_case
-def test_offsets_against_a_direct_computation(case):
+def test_residuals_against_a_direct_computation(case):
     inputs = make_inputs(case)
-    offsets, mask = found_offsets(case, inputs)
+    residuals, mask = found_residuals(case, inputs)
     heads = case.key_heads or case.H
-    assert offsets.shape == (case.B, heads, case.H // heads * case.N, case.D)
+    assert residuals.shape == (case.B, heads, case.H // heads * case.N, case.D)
     assert (mask is None) == (inputs.query_mask is None)
     for b in range(case.B):
         for p in range(heads):
             if inputs.query_mask is not None and not inputs.query_mask[b].any():
                 assert not mask[b].any()
                 continue
-            expected = offsets_of(case, inputs, b, p)
-            torch.testing.assert_close(offsets[b, p, counted(mask, b)], expected, rtol=0, atol=2e-15)
+            expected = residuals_of(case, inputs, b, p)
+            torch.testing.assert_close(residuals[b, p, counted(mask, b)], expected, rtol=0, atol=2e-15)
 
 
 @pytest.fixture(params=["cpu", "accelerator"])
@@ -85,7 +85,7 @@ def test_predicted_error_against_a_direct_computation(case, device_kind):
             if inputs.key_mask is not None and not inputs.key_mask[b].any():
                 assert found[b, p] == 0
                 continue
-            eta = 0.7 * offsets_of(case, inputs, b, p)
+            eta = 0.7 * residuals_of(case, inputs, b, p)
             within = residuals(inputs.key[b, p, keys], inputs.key_labels[b, p, keys])
             scores = eta @ within.T  # what every offset scores of what remains of every key
             torch.testing.assert_close(found[b, p], scores.square().mean() / 4, rtol=1e-12, atol=0)
@@ -99,16 +99,22 @@ def test_a_padded_batch_gives_what_its_texts_give(masks, rows, garbage):
     inputs = make_inputs(case)
     mask = inputs.query_mask[1]
     inputs.query[1, :, ~mask], inputs.key[1, :, ~mask] = garbage, -garbage
-    offsets, residuals_mask = found_offsets(case, inputs, rows=rows)
+    residuals, residuals_mask = found_residuals(case, inputs, rows=rows)
     found = predicted_error(
-        offsets, residuals_mask, inputs.key, inputs.key_labels, case.key_clusters, key_mask=inputs.key_mask, rows=rows
+        residuals,
+        residuals_mask,
+        inputs.key,
+        inputs.key_labels,
+        case.key_clusters,
+        key_mask=inputs.key_mask,
+        rows=rows,
     )
-    assert offsets.isfinite().all()
+    assert residuals.isfinite().all()
     query, labels = inputs.query[1:, :, mask], inputs.labels[1:, :, mask]
     key, key_labels = inputs.key[1:, :, mask], inputs.key_labels[1:, :, mask]
     alone, alone_mask = query_residuals(query, labels, case.clusters, key_heads=2, rows=rows)
     assert alone_mask is None
-    torch.testing.assert_close(offsets[1:, :, residuals_mask[1]], alone, rtol=0, atol=1e-15)
+    torch.testing.assert_close(residuals[1:, :, residuals_mask[1]], alone, rtol=0, atol=1e-15)
     expected = predicted_error(alone, None, key, key_labels, case.key_clusters, rows=rows)
     torch.testing.assert_close(found[1:], expected, rtol=1e-13, atol=0)
 
@@ -118,10 +124,10 @@ def test_dtype_and_gradient(dtype):
     case = Case("dtype")
     inputs = make_inputs(case, dtype)
     inputs.query.requires_grad_()
-    offsets, _ = found_offsets(case, inputs)
+    residuals, _ = found_residuals(case, inputs)
     error = found_error(case, inputs)
-    assert offsets.dtype == error.dtype == torch.promote_types(dtype, torch.float32)
-    assert not offsets.requires_grad
+    assert residuals.dtype == error.dtype == torch.promote_types(dtype, torch.float32)
+    assert not residuals.requires_grad
     assert not error.requires_grad
     expected = found_error(case, make_inputs(case, dtype).to(torch.float64))
     torch.testing.assert_close(error.double(), expected, rtol=1e-5, atol=0)
@@ -147,9 +153,9 @@ def test_of_query_heads_that_share_keys_the_worst_counts(masks, device_kind):
     for head in range(case.H):
         one = slice(head, head + 1), slice(head // 2, head // 2 + 1)
         query, labels = inputs.query[:, one[0]], inputs.labels[:, one[0]]
-        offsets = query_residuals(query, labels, case.clusters, query_mask=inputs.query_mask)
+        residuals = query_residuals(query, labels, case.clusters, query_mask=inputs.query_mask)
         keys = inputs.key[:, one[1]], inputs.key_labels[:, one[1]]
-        own.append(predicted_error(*offsets, *keys, case.key_clusters, key_mask=inputs.key_mask))
+        own.append(predicted_error(*residuals, *keys, case.key_clusters, key_mask=inputs.key_mask))
     expected = torch.cat(own, dim=1).unflatten(1, (2, 2)).amax(dim=2)
     torch.testing.assert_close(found, expected, rtol=1e-12, atol=0)
 
@@ -191,22 +197,16 @@ def test_a_spiky_head_is_predicted_worse_than_a_flat_one_and_is():
     torch.testing.assert_close(found_error(case, inputs, scale=0.5), 4 * found_error(case, inputs, scale=0.25))
 
 
-@pytest.mark.parametrize("lengths", [{"N": 0}, {"M": 0}], ids=["no_query", "no_key"])
-def test_nothing_is_no_error(lengths, device_kind):
-    case = Case("nothing", **lengths)
-    assert not found_error(case, make_inputs(case)).any()
-
-
 @pytest.mark.parametrize("masks", ["none", "holes"])
-def test_no_text_has_no_error(masks, device_kind):
-    case = Case("no_text", B=0, H=4, key_heads=2, masks=masks)
-    inputs = make_inputs(case)
-    offsets, _ = found_offsets(case, inputs)
-    assert offsets.shape == (0, 2, 2 * case.N, case.D)
-    assert found_error(case, inputs, group=2).shape == (0, 2)
+@pytest.mark.parametrize("sizes", [{"N": 0}, {"M": 0}, {"B": 0}], ids=["no_query", "no_key", "no_text"])
+def test_nothing_is_no_error(sizes, masks, device_kind):
+    case = Case("nothing", H=4, key_heads=2, masks=masks, **sizes)
+    error = found_error(case, make_inputs(case), group=2)
+    assert error.shape == (case.B, 2)
+    assert not error.any()
 
 
-def test_no_offset_is_no_error():
+def test_queries_that_are_their_own_centroids_have_no_error():
     case = Case("own", clusters=37)
     inputs = make_inputs(case)
     inputs.labels = torch.arange(37).expand(case.B, case.H, -1)
