@@ -42,9 +42,10 @@ from ..shared.runs import RESULTS, KeptRuns, print_table
 from ._inputs import held_out_inputs
 from ._timing import forward
 from .attention import EXACT
-from .layer_budgets import by_layer, errors_of_books, errors_of_layers, within
+from .layer_budgets import by_layer, errors_of_books, within
 from .models import SHAPES as BERT_SHAPES
 from .models import TOKENS, last_hidden_state, random_tokens
+from .other_methods import errors_of_layers
 
 # Model types, and what their configurations say beyond the defaults of transformers, which are these models'.
 SHAPES: dict[str, dict[str, Any]] = {

@@ -12,8 +12,6 @@ What the output file holds is not measured again.
 """
 
 import json
-from collections.abc import Callable
-from functools import partial
 from pathlib import Path
 from typing import Annotated, Any
 
@@ -24,10 +22,9 @@ import typer
 from rich.progress import track
 
 from hf_effattn import extend_positions
-from hf_effattn.measuring.bench import Attend, Inputs, exact_output, forward
+from hf_effattn.measuring.bench import Attend, Inputs
 from hf_effattn.measuring.candidate_errors import CandidateErrors, default_candidates
 from hf_effattn.measuring.choosing import OfLayers, held_out_coverage, least_margin
-from hf_effattn.measuring.errors import relative_error
 from hf_effattn.measuring.recording import Measured, recording
 from hf_effattn.patching.methods import make_method
 from hf_effattn.patching.methods.per_head import PerHead
@@ -43,14 +40,12 @@ from .other_methods import (
     CURVES,
     OURS,
     TARGETS,
-    TRAINED,
-    TRAINING,
     Name,
     fastest,
     label,
+    measured_rows,
     settings_to_try,
-    times_of_layers,
-    training_rows,
+    trained_calls,
 )
 
 METHOD = "bi-clustered, calibrated over layers"
@@ -111,55 +106,27 @@ def best_of_others(rows: Rows, length: int) -> dict[Name, Attend]:
     }
 
 
-@torch.no_grad()
-def errors_of_layers(attends: list[Attend], layers: list[Inputs], exact: list[torch.Tensor]) -> list[float]:
-    """Of every layer the error of all its heads together."""
-    runs = zip(attends, layers, exact, strict=True)
-    return [relative_error(one, attend(*inputs)) for attend, inputs, one in runs]
-
-
 def measure(length: int, repeats: int, rows_of_others: Rows) -> Rows:
     """Errors and times at a length, forward, and of both passes."""
     of_books = errors_of_books(length, training=True)
     tables = {budget: within(budget, *of_books) for budget in TARGETS}
     trained_tables = {budget: within(budget, *of_books, training=True) for budget in TRAINED_BUDGETS}
     layers = held_out_inputs(length)
-    exact = [exact_output(inputs) for inputs in layers]
-
-    def rows_of(
-        calls: dict[Name, list[Attend]], about: dict[float, dict[str, Any]], timed: Callable[..., Rows]
-    ) -> Rows:
-        settings = {named(budget): table.pop("settings") for budget, table in about.items()}
-        calls = {name: by_layer(heads, layers) for name, heads in settings.items()} | calls
-        runs = track(calls.items(), description=f"{length:,} tokens: errors")
-        errors = {name: errors_of_layers(attends, layers, exact) for name, attends in runs}
-        found = {named(budget): table for budget, table in about.items()}
-        return [
-            row
-            | found.get((row["method"], row["name"]), {})
-            | {"error": sum(of_layers) / len(layers), "layer_errors": of_layers}
-            for row in timed(calls)
-            for of_layers in [errors[row["method"], row["name"]]]
-        ]
-
-    def forward_rows(calls: dict[Name, list[Attend]]) -> Rows:
-        times = times_of_layers(calls, layers, repeats, forward, f"{length:,} tokens: times")
-        return [{"length": length, "method": name[0], "name": name[1], **of_call} for name, of_call in times.items()]
-
     others = {name: [attend] * len(layers) for name, attend in best_of_others(rows_of_others, length).items()}
-    trained = {
-        (method, label(settings)): [CURVES[method][0](**settings)] * len(layers)
-        for method, chosen in TRAINED.items()
-        for settings in chosen
-    }
-    return rows_of(others, tables, forward_rows) + rows_of(
-        trained, trained_tables, partial(training_rows, length, layers=layers, repeats=repeats)
-    )
+
+    def rows_of(calls: dict[Name, list[Attend]], tables: dict[float, dict[str, Any]], *, training: bool) -> Rows:
+        about = {named(budget): table for budget, table in tables.items()}
+        heads = {name: by_layer(table.pop("settings"), layers) for name, table in about.items()}
+        rows = measured_rows(length, heads | calls, layers, repeats, training=training)
+        return [row | about.get((row["method"], row["name"]), {}) for row in rows]
+
+    forward_rows = rows_of(others, tables, training=False)
+    return forward_rows + rows_of(trained_calls(len(layers)), trained_tables, training=True)
 
 
 def verdicts(rows: Rows) -> Rows:
     """For every length and error: the calibrated speed, the best of one setting, the best of others; forward."""
-    found, rows = [], [row for row in rows if row.get("part") != TRAINING]
+    found = []
     for length in sorted({row["length"] for row in rows}):
         for target in TARGETS:
             best = fastest(rows, length, target)

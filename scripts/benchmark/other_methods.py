@@ -138,44 +138,60 @@ def settings_to_try(method: str, length: int) -> list[Settings]:
 def measure(length: int, repeats: int) -> Rows:
     """Errors and times of all settings at a length, in the same rounds as SDPA, and the oracle's errors."""
     layers = held_out_inputs(length)
-    exact = [exact_output(inputs) for inputs in layers]
-    calls: dict[Name, Attend] = {
-        (method, label(settings)): make(**settings)
+    calls = {
+        (method, label(settings)): [make(**settings)] * len(layers)
         for method, (make, _) in CURVES.items()
         for settings in settings_to_try(method, length)
     }
-    errors = {
-        name: [relative_error(one, forward(attend, inputs)) for one, inputs in zip(exact, layers, strict=True)]
-        for name, attend in track(calls.items(), description=f"{length:,} tokens: errors")
-    }
-    rows = [
-        {"length": length, "method": name[0], "name": name[1], **times}
-        | {"error": sum(errors[name]) / len(layers), "layer_errors": errors[name]}
-        for name, times in times_of_layers(
-            _of_layers(calls, layers), layers, repeats, forward, f"{length:,} tokens: times"
-        ).items()
-    ]
+    rows = measured_rows(length, calls, layers, repeats)
     mark_frontier(rows)
-    return finite_or_none(rows + oracle_errors(length, layers, exact))
+    return finite_or_none(rows + oracle_errors(length, layers))
 
 
-def _of_layers(calls: dict[Name, Attend], layers: list[Inputs]) -> dict[Name, list[Attend]]:
-    """The same in every layer."""
-    return {name: [attend] * len(layers) for name, attend in calls.items()}
+def measured_rows(
+    length: int, calls: dict[Name, list[Attend]], layers: list[Inputs], repeats: int, *, training: bool = False
+) -> Rows:
+    """A row for every call, which has what each layer runs: the error of its output, and its time beside SDPA's.
+
+    `training`: the time of both passes.
+    """
+    exact = [exact_output(inputs) for inputs in layers]
+    runs = track(calls.items(), description=f"{length:,} tokens: errors")
+    errors = {name: errors_of_layers(attends, layers, exact) for name, attends in runs}
+    if training:
+        for inputs in layers:
+            for rows in inputs:
+                rows.requires_grad_()
+        for attends in calls.values():
+            forward_backward(attends[0], layers[0])
+    times = times_of_layers(calls, layers, repeats, forward_backward if training else forward)
+    named = {"length": length} | ({"part": TRAINING} if training else {})
+    return [
+        named
+        | {"method": name[0], "name": name[1], **times[name]}
+        | {"error": sum(errors[name]) / len(layers), "layer_errors": errors[name]}
+        for name in calls
+    ]
+
+
+@torch.no_grad()
+def errors_of_layers(attends: list[Attend], layers: list[Inputs], exact: list[torch.Tensor]) -> list[float]:
+    """Of every layer the error of all its heads together."""
+    runs = zip(attends, layers, exact, strict=True)
+    return [relative_error(expected, attend(*inputs)) for attend, inputs, expected in runs]
 
 
 def times_of_layers(
     calls: dict[Name, list[Attend]],
     layers: list[Inputs],
     repeats: int,
-    part: Callable[[Attend, Inputs], object],
-    description: str,
+    one_pass: Callable[[Attend, Inputs], object],
 ) -> dict[Name, dict[str, float]]:
     """Of every call, by layer, which has run before, the time of a layer beside SDPA's: means of medians of rounds."""
     every = {SDPA: [F.scaled_dot_product_attention] * len(layers)} | calls
     seconds = dict.fromkeys(every, 0.0)
-    for layer, inputs in enumerate(track(layers, description=description)):
-        runs = {" | ".join(name): partial(part, attends[layer], inputs) for name, attends in every.items()}
+    for layer, inputs in enumerate(track(layers, description="times")):
+        runs = {" | ".join(name): partial(one_pass, attends[layer], inputs) for name, attends in every.items()}
         found = interleaved_rounds(runs, CPU, repeats)
         for name in every:
             seconds[name] += (median(found[" | ".join(name)]) or 0.0) / len(layers)
@@ -187,33 +203,27 @@ def times_of_layers(
 
 def measure_training(length: int, repeats: int) -> Rows:
     """Times of both passes of a few settings, in the same rounds as SDPA's."""
-    calls = {
-        (method, label(settings)): CURVES[method][0](**settings)
+    layers = held_out_inputs(length)
+    rows = measured_rows(length, trained_calls(len(layers)), layers, repeats, training=True)
+    return [row | {"error": None} for row in rows]  # those of the forward rows
+
+
+def trained_calls(layers: int) -> dict[Name, list[Attend]]:
+    """What is timed forward and backward, the same in every layer."""
+    return {
+        (method, label(settings)): [CURVES[method][0](**settings)] * layers
         for method, chosen in TRAINED.items()
         for settings in chosen
     }
-    layers = held_out_inputs(length)
-    return training_rows(length, _of_layers(calls, layers), layers, repeats)
 
 
-def training_rows(length: int, calls: dict[Name, list[Attend]], layers: list[Inputs], repeats: int) -> Rows:
-    """Times of both passes of calls, by layer, as rows; the inputs are leaves from then on."""
-    leaves = [(query.requires_grad_(), key.requires_grad_(), value.requires_grad_()) for query, key, value in layers]
-    for attends in calls.values():
-        forward_backward(attends[0], leaves[0])
-    times = times_of_layers(calls, leaves, repeats, forward_backward, f"{length:,} tokens: {TRAINING}")
-    return [
-        {"length": length, "part": TRAINING, "method": name[0], "name": name[1], **of_call, "error": None}
-        for name, of_call in times.items()
-    ]
-
-
-def oracle_errors(length: int, layers: list[Inputs], exact: list[torch.Tensor]) -> Rows:
+def oracle_errors(length: int, layers: list[Inputs]) -> Rows:
     """Rows of the oracle, of evenly spread queries."""
     count = min(ORACLE_QUERIES, length)
     some = torch.arange(count) * length // count
+    exact = [exact_output(inputs) for inputs in layers]
     found = []
-    for topk in (one for one in ORACLE_TOPK if one <= length // 2):
+    for topk in (size for size in ORACLE_TOPK if size <= length // 2):
         errors = [
             relative_error(one[:, :, some], _other_methods.top_keys(query[:, :, some], key, value, topk=topk))
             for one, (query, key, value) in zip(exact, layers, strict=True)
@@ -224,10 +234,11 @@ def oracle_errors(length: int, layers: list[Inputs], exact: list[torch.Tensor]) 
 
 
 def fastest(rows: Rows, length: int, target: float) -> dict[str, dict[str, Any]]:
-    """The row with the largest speed-up of every method that stays within an error at a length."""
+    """The row with the largest forward speed-up of every method that stays within an error at a length."""
     found: dict[str, dict[str, Any]] = {}
     for row in rows:
-        within = row["length"] == length and row["speedup"] and row["error"] is not None and row["error"] <= target
+        timed = row["length"] == length and "part" not in row and row["speedup"]
+        within = timed and row["error"] is not None and row["error"] <= target
         if within and row["speedup"] > found.get(row["method"], {"speedup": 0.0})["speedup"]:
             found[row["method"]] = row
     return found

@@ -121,7 +121,8 @@ def main(
         raise typer.BadParameter(f"sharing must divide the {heads} heads, got {sharing}")
     dtypes = dtypes or ",".join(dict.fromkeys((dtype, "bfloat16")))
     sizes = {"heads": heads, "head_dim": head_dim}
-    measure_dtypes("windows", sizes, runs, dtypes, output, partial(measure, **sizes, repeats=repeats))
+    measured = partial(measure, heads=heads, head_dim=head_dim, repeats=repeats)
+    measure_dtypes("windows", sizes, runs, dtypes, output, measured)
 
 
 if __name__ == "__main__":
