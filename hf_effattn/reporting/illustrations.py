@@ -63,7 +63,7 @@ def illustrate(report: Findings) -> list[Section]:
         if any(one[name] for one in metrics):
             alt = f"{words} of a forward pass against the length, exact attention and {methods}."
             cost.pictures.append(_picture(draw_cost(report, parts=[part]), alt))
-            cost.text = "Both axes are logarithmic; the dashed line is exact attention. The numbers are in the table."
+            cost.text = "Both axes are logarithmic; the dashed line is exact attention."
     errors = Section("Error by layer and head", "The errors of the attention output were not measured in all layers.")
     if not report.layers:
         errors.text = "All layers run exactly."
