@@ -39,7 +39,7 @@ def bi_clustered_attention(
 
     A query cluster attends exactly to the `topk` keys that their own clusters represent worst. The other keys of every
     cluster are summarised at the query cluster's centroid: the logarithm of their mass, and their mean value, follow a
-    query's residual from the centroid linearly. One softmax runs over both. `ops/README.md` has the derivation.
+    query's residual from the centroid linearly. One softmax runs over both. `ops/DERIVATIONS.md` has the formulas.
 
     Ours, beyond Vyas 2020. Related: MuSe (arXiv 2509.10406), SVG-EAR (arXiv 2603.08982), Multipole Attention (arXiv
     2506.13059).

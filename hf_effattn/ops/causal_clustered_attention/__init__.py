@@ -56,7 +56,7 @@ def causal_clustered_attention(
     Tokens are cut into segments. A query attends exactly to its segment's keys up to itself, to `window` keys before
     the segment, and to `topk` of the distant keys. All other distant keys are summarised at the nearest centroid of
     the previous segment's queries: by clusters of keys with linear summaries (`"bi-clustered"`), or by the centroid's
-    scores (`"i-clustered"`; `"clustered"`, without exact distant keys). `ops/README.md` has the derivation.
+    scores (`"i-clustered"`; `"clustered"`, without exact distant keys). `ops/DERIVATIONS.md` has the formulas.
 
     Changing a token changes no earlier output, bit for bit; on a GPU a value that is not finite may change those of
     its segment, as with exact attention. With `window >= N`, and for the first two methods with `topk >= N`, the

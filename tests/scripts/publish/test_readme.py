@@ -109,6 +109,7 @@ WORDS = {
     "CHANGELOG.md": 500,
     "hf_effattn/README.md": 1450,
     "hf_effattn/models/README.md": 600,
+    "hf_effattn/ops/DERIVATIONS.md": 600,
     "hf_effattn/ops/README.md": 1000,
     "hf_effattn/patching/README.md": 2600,
     "model_cards/LONG_DOCUMENTS.md": 1000,
