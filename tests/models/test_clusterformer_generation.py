@@ -194,6 +194,7 @@ def test_a_language_model_is_a_decoder_whatever_its_config_says():
         tiny_model(ClusterFormerForCausalLM, assignment="kmeans")
 
 
+@pytest.mark.slow_except("1-*", "3-{'gated': True}-strict")
 @each_causal
 @pytest.mark.parametrize(
     "changes",

@@ -192,28 +192,20 @@ def test_tuples_and_hidden_states(family, auto_class):
     assert torch.equal(model(**inputs, return_dict=True)[0], expected[0])
 
 
-@pytest.mark.parametrize("padding", ["left", "right", "holes", "whole_row"])
 @each_variant
-def test_a_padded_batch_gives_what_its_texts_give(family, variant, padding):
-    words = family.texts(3, 21)
+def test_a_padded_batch_gives_what_its_texts_give(family, variant):
+    """Texts without padding, with some on the left, on the right and within, and of padding alone."""
+    words = family.texts(6, 21)
     mask = torch.ones_like(words)
-    if padding == "left":
-        mask[1, :5], mask[2, :19] = 0, 0
-    elif padding == "right":
-        mask[1, 13:], mask[2, 2:] = 0, 0
-    elif padding == "holes":
-        mask[1:] = torch.rand(2, 21, generator=torch.Generator().manual_seed(0)) > 0.4
-    else:
-        mask[1] = 0
-    classes = [family.base] + [family.language_model] * (variant in family.causal_variants)
-    for model_class in classes:
+    mask[1, :5], mask[2, :19], mask[3, 13:], mask[5] = 0, 0, 0, 0
+    mask[4] = torch.rand(21, generator=torch.Generator().manual_seed(0)) > 0.4
+    for model_class in [family.base] + [family.language_model] * (variant in family.causal_variants):
         model = family.make(model_class, variant)
         padded = model(words, attention_mask=mask)[0]
-        for row in range(3):
-            if (kept := mask[row].bool()).any():
-                alone = model(words[row : row + 1, kept])[0][0]
-                assert_close_to_reference("padded", padded[row, kept], alone, rtol=2e-14)
         assert padded.isfinite().all()
+        for row, kept in enumerate(mask[:5].bool()):
+            alone = model(words[row : row + 1, kept])[0][0]
+            assert_close_to_reference("padded", padded[row, kept], alone, rtol=2e-14)
 
 
 @each_causal_variant
@@ -249,7 +241,7 @@ def test_gradient_checkpointing_gives_the_same_gradients(family, name, variant, 
         torch.testing.assert_close(grad, plain[parameter], rtol=0, atol=2e-15 if reentrant else 0)
 
 
-@pytest.mark.slow_except("*-CSTForCausalLM-three_levels", "*-CSTForSequenceClassification-paper", "*-gated_centroids")
+@pytest.mark.slow_except("*-CSTForCausalLM-three_levels", "*-gated_centroids")
 @pytest.mark.parametrize(("family", "name", "variant"), LEARNED, ids=str)
 def test_a_batch_is_learned_by_heart(family, name, variant):
     """With dropout; every parameter that is trained has a gradient, or distributed training would wait for ever."""
@@ -337,7 +329,7 @@ def test_cached_logits_equal_recomputation(family, variant):
     whole = torch.ones_like(words)
     padded = whole.clone()
     padded[1, :5], padded[2, :2], padded[2, 14:16] = 0, 0, 0
-    for mask, prompts in ((whole, ((1, 1), (4, 1), (5, 1), (13, 3))), (padded, ((9, 1),))):
+    for mask, prompts in ((whole, ((1, 4), (4, 1), (13, 3))), (padded, ((9, 1),))):
         expected = model(words, attention_mask=mask, use_cache=False).logits[mask.bool()]
         for prompt, steps in prompts:
             actual = with_a_cache(model, words, mask, prompt, steps)[mask.bool()]

@@ -133,7 +133,7 @@ def check_against_reference(case: Case, inputs: Inputs, output: torch.Tensor) ->
 
 @pytest.mark.parametrize("op", OPS)
 def test_every_attention_op(op):
-    property_test(op, check, cases(op), share=250)
+    property_test(op, check, cases(op), share=80)
 
 
 def check_gradients(case: Case) -> None:

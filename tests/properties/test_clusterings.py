@@ -141,21 +141,21 @@ def check_order(case: Case) -> None:
 
 
 def test_labels_of_queries():
-    property_test("cluster_queries", check_labels, cases("cluster_queries"), share=150)
+    property_test("cluster_queries", check_labels, cases("cluster_queries"), share=60)
 
 
 def test_kmeans():
-    property_test("kmeans", check_kmeans, cases("kmeans"), share=100)
+    property_test("kmeans", check_kmeans, cases("kmeans"), share=40)
 
 
 def test_neural_clustering():
     property_test(
-        "neural_clustering", check_neural_clustering, cases("neural_clustering").map(_with_enough_keys), share=150
+        "neural_clustering", check_neural_clustering, cases("neural_clustering").map(_with_enough_keys), share=80
     )
 
 
 def test_predicted_errors():
-    property_test("predicted_error", check_predicted_error, cases("predicted_error"), share=100)
+    property_test("predicted_error", check_predicted_error, cases("predicted_error"), share=50)
 
 
 def test_orders():
