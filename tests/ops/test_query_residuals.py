@@ -99,22 +99,15 @@ def test_a_padded_batch_gives_what_its_texts_give(masks, rows, garbage):
     inputs = make_inputs(case)
     mask = inputs.query_mask[1]
     inputs.query[1, :, ~mask], inputs.key[1, :, ~mask] = garbage, -garbage
-    residuals, residuals_mask = found_residuals(case, inputs, rows=rows)
-    found = predicted_error(
-        residuals,
-        residuals_mask,
-        inputs.key,
-        inputs.key_labels,
-        case.key_clusters,
-        key_mask=inputs.key_mask,
-        rows=rows,
-    )
+    residuals, counted = found_residuals(case, inputs, rows=rows)
+    keys = inputs.key, inputs.key_labels, case.key_clusters
+    found = predicted_error(residuals, counted, *keys, key_mask=inputs.key_mask, rows=rows)
     assert residuals.isfinite().all()
     query, labels = inputs.query[1:, :, mask], inputs.labels[1:, :, mask]
     key, key_labels = inputs.key[1:, :, mask], inputs.key_labels[1:, :, mask]
     alone, alone_mask = query_residuals(query, labels, case.clusters, key_heads=2, rows=rows)
     assert alone_mask is None
-    torch.testing.assert_close(residuals[1:, :, residuals_mask[1]], alone, rtol=0, atol=1e-15)
+    torch.testing.assert_close(residuals[1:, :, counted[1]], alone, rtol=0, atol=1e-15)
     expected = predicted_error(alone, None, key, key_labels, case.key_clusters, rows=rows)
     torch.testing.assert_close(found[1:], expected, rtol=1e-13, atol=0)
 

@@ -126,7 +126,7 @@ def make_inputs(case: Case, dtype: torch.dtype = torch.float64, seed: int = 0) -
 
 def attend(op: str, case: Case, inputs: Inputs, **options: object) -> torch.Tensor:
     """Run the op named `op` on a case."""
-    settings = {"clusters": case.clusters, "key_mask": inputs.key_mask, "query_mask": inputs.query_mask} | options
+    settings = {"clusters": case.clusters, "key_mask": inputs.key_mask, "query_mask": inputs.query_mask, **options}
     tensors = [inputs.query, inputs.key, inputs.value, inputs.labels]
     if op != "clustered_attention":
         settings.setdefault("topk", case.topk)

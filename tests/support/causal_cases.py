@@ -155,7 +155,7 @@ def attend(method, case, query, key, value, mask, **options):
     chosen = {name: getattr(case, name) for name in (*names, "max_predicted_error", "dropout_p")}
     if case.sinks:
         chosen["sinks"] = make_sinks(case, query.dtype).to(query.device)
-    return causal_clustered_attention(query, key, value, method=method, key_mask=mask, **chosen | options)
+    return causal_clustered_attention(query, key, value, method=method, key_mask=mask, **{**chosen, **options})
 
 
 def exact_heads(case):

@@ -59,5 +59,5 @@ def cluster(
     case: Case, words: torch.Tensor, centroids: torch.Tensor, mask: torch.Tensor | None, **options: object
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """Updated centroids and the labels of the words."""
-    settings = {"mask": mask, "similarity": case.similarity, "sharpness": case.sharpness} | options
+    settings = {"mask": mask, "similarity": case.similarity, "sharpness": case.sharpness, **options}
     return neural_clustering(words, centroids, **settings)

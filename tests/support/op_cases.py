@@ -89,7 +89,7 @@ def _causal(method: str) -> Op:
 
     def call(case: Any, inputs: Tensors, **options: Any) -> Tensors:
         query, key, value, mask, sinks = inputs.values()
-        return {"output": causal_cases.attend(method, case, query, key, value, mask, **{"sinks": sinks} | options)}
+        return {"output": causal_cases.attend(method, case, query, key, value, mask, **{"sinks": sinks, **options})}
 
     window = 41 if method == "clustered" else 8  # else all older keys are exact
     return Op(

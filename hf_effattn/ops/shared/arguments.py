@@ -98,7 +98,7 @@ def _as_text(release: tuple[int, ...]) -> str:
 
 def check_count(name: str, value: int, *, minimum: int = 1) -> None:
     """Raise unless `value` is an int of at least `minimum`; an exported length is a symbol of one."""
-    if not isinstance(value, Integral | torch.SymInt) or isinstance(value, bool):
+    if not isinstance(value, (Integral, torch.SymInt)) or isinstance(value, bool):
         raise TypeError(f"{name} must be an int, got {type(value).__name__}")
     if value < minimum:
         raise ValueError(f"{name} must be at least {minimum}, got {value}")
@@ -112,7 +112,7 @@ def check_counts(*, minimum: int = 1, **counts: int) -> None:
 
 def check_number(name: str, value: float, *, minimum: float | None = None) -> None:
     """Raise unless `value` is a number, and at least `minimum` where there is one; NaN is not."""
-    if not isinstance(value, Real | torch.SymFloat | torch.SymInt) or isinstance(value, bool):
+    if not isinstance(value, (Real, torch.SymFloat, torch.SymInt)) or isinstance(value, bool):
         raise TypeError(f"{name} must be a number, got {value!r}")
     if minimum is not None and not value >= minimum:
         raise ValueError(f"{name} must be at least {minimum:g}, got {value}")

@@ -10,9 +10,9 @@ from support.closeness import assert_close_to_reference
 
 import hf_effattn
 from hf_effattn.measuring.recording import Measured, recording
-from hf_effattn.ops import bi_clustered_attention, cluster_queries, query_offsets
+from hf_effattn.ops import bi_clustered_attention, cluster_queries, query_residuals
 from hf_effattn.ops.bi_clustered_attention import batched
-from hf_effattn.ops.bi_clustered_attention.reference import LARGEST_LIFT
+from hf_effattn.ops.bi_clustered_attention.reference import LARGEST_VARIANCE_CORRECTION
 from hf_effattn.samples.model import load_model
 from hf_effattn.samples.texts import Passages, bundled_books
 
@@ -140,7 +140,7 @@ def layers(bert):
     for query, key, value in seen:
         query = query * query.shape[-1] ** -0.5
         labels = cluster_queries(query, CLUSTERS, key=key)
-        offsets, _ = query_offsets(query, labels, CLUSTERS)
+        offsets, _ = query_residuals(query, labels, CLUSTERS)
         inputs.append((query, key, value, labels, cluster_queries(key, KEY_CLUSTERS, key=offsets)))
     assert len(inputs) == 6
     return inputs
@@ -189,8 +189,8 @@ def test_a_cluster_for_every_query_is_exact(layers):
 def test_the_summaries_matter_and_without_the_lift_there_is_more_error(layers, monkeypatch):
     """At its centroid a cluster of keys has less mass than in the mean over the queries: so in the median head."""
     medians = []
-    for largest in (LARGEST_LIFT, 0.0):
-        monkeypatch.setattr(batched, "LARGEST_LIFT", largest)
+    for largest in (LARGEST_VARIANCE_CORRECTION, 0.0):
+        monkeypatch.setattr(batched, "LARGEST_VARIANCE_CORRECTION", largest)
         errors = []
         for query, key, value, labels, key_labels in layers:
             expected = F.scaled_dot_product_attention(query, key, value, scale=1.0)
