@@ -25,7 +25,7 @@ MANY = {"clusters": 100, "topk": 64, "key_clusters": 200}
 SIZES = ((128, FEW), (256, FEW), (256, MANY), (512, MANY))
 CLUSTERINGS: dict[str, dict[str, Any]] = {
     "K-means, keys' metric (default)": {},
-    "K-means on the queries": {"metric": "queries"},
+    "K-means on the queries": {"distance": "vectors"},
     "LSH 32 bits, 10 iterations": {"clustering": "lsh", "iterations": 10},
 }
 COUNTS = {

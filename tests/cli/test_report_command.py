@@ -23,10 +23,10 @@ SMALL = ["--lengths", "24,48", "--repeats", "0", "--method", "i-clustered cluste
 
 
 def test_a_method_is_read_with_values_of_their_kinds():
-    assert method_of('i-clustered clusters=5 metric=queries check_finite=true') == {
+    assert method_of('i-clustered clusters=5 distance=vectors check_finite=true') == {
         "method": "i-clustered",
         "clusters": 5,
-        "metric": "queries",
+        "distance": "vectors",
         "check_finite": True,
     }  # fmt: skip
 

@@ -111,7 +111,7 @@ ALL_ROWS, SOME_ROWS, OWN_CLUSTERS = {}, {"fit_queries": 24}, {"clusters": 64, "k
 @pytest.mark.parametrize(("masks", "key_heads"), [("none", 6), ("holes", 3), ("row", 3)])
 @pytest.mark.parametrize(
     "settings",
-    [ALL_ROWS, SOME_ROWS, OWN_CLUSTERS, {"metric": "queries"}, {"clustering": "lsh", "bits": 40}, {"iterations": 0}],
+    [ALL_ROWS, SOME_ROWS, OWN_CLUSTERS, {"distance": "vectors"}, {"clustering": "lsh", "bits": 40}, {"iterations": 0}],
     ids=str,
 )
 def test_one_walk_finds_what_the_ops_find(settings, key_heads, masks, dtype):

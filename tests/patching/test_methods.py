@@ -55,7 +55,7 @@ def test_names_and_defaults() -> None:
         "min_length": None,
         "clusters": 100,
         "clustering": "kmeans",
-        "metric": "keys",
+        "distance": "scores",
         "iterations": DEFAULT_ITERATIONS,
         "bits": DEFAULT_BITS,
         "fit_queries": None,
@@ -119,7 +119,12 @@ WRONG: list[tuple[str, dict, type[Exception], str]] = [
     ("i-clustered", {"seed": -1}, ValueError, "seed must be at least 0"),
     ("i-clustered", {"min_length": -1}, ValueError, "min_length must be at least 0, got -1: .* 0: force the method"),
     ("i-clustered", {"clustering": "KMeans"}, ValueError, 'one of "kmeans", "lsh", got .* .did you mean "kmeans"'),
-    ("i-clustered", {"metric": "key"}, ValueError, 'metric must be one of "keys", "queries", .*did you mean "keys"'),
+    (
+        "i-clustered",
+        {"distance": "score"},
+        ValueError,
+        'distance must be one of "scores", "vectors", .*did you mean "scores"',
+    ),
     ("i-clustered", {"topks": 5}, ValueError, "'i-clustered' has no setting 'topks' .did you mean"),
     ("i-clustered", {"colour": 5}, ValueError, 'its settings are .*"clusters".*"topk"'),
     ("i-clustered", {"key_clusters": 4}, ValueError, "'i-clustered' has no setting 'key_clusters'"),
@@ -229,15 +234,18 @@ def test_exact_where_nothing_would_be_saved() -> None:
 
 
 @pytest.mark.parametrize(
-    ("clustering", "metric", "masked"), [("kmeans", "keys", True), ("kmeans", "queries", False), ("lsh", "keys", True)]
+    ("clustering", "distance", "masked"),
+    [("kmeans", "scores", True), ("kmeans", "vectors", False), ("lsh", "scores", True)],
 )
 @pytest.mark.parametrize("method", METHODS)
-def test_run_method_is_clustering_and_op(method: str, metric: str, clustering: str, masked: bool) -> None:
+def test_run_method_is_clustering_and_op(method: str, distance: str, clustering: str, masked: bool) -> None:
     query, key, value = tensors()
     mask = left_padded() if masked else None
     options = SMALL[method]
-    settings = make_method(method, clusters=5, metric=metric, clustering=clustering, seed=3, min_length=0, **options)
-    weighted = clustering == "kmeans" and metric == "keys"
+    settings = make_method(
+        method, clusters=5, distance=distance, clustering=clustering, seed=3, min_length=0, **options
+    )
+    weighted = clustering == "kmeans" and distance == "scores"
     labels = cluster_queries(
         query,
         5,

@@ -29,7 +29,7 @@ from ...ops.cluster_queries import (
 from .base import Groups, Method, Options
 
 CLUSTERINGS = ("kmeans", "lsh")
-METRICS = ("keys", "queries")
+DISTANCES = ("scores", "vectors")
 # The most rounds of Lloyd's algorithm on keys. The time of a third round lowers the error more if spent elsewhere.
 KEY_ITERATIONS = 2
 
@@ -41,8 +41,8 @@ class Clustered(Method):
     Args:
         clusters (`int`): clusters of queries per head; more are more exact and slower.
         clustering (`str`): `"kmeans"` (smaller error for the same time) or `"lsh"` (the paper's).
-        metric (`str`): what K-means calls alike: `"keys"`, queries with like scores against the keys of the input, or
-            `"queries"`, queries near to each other. Without meaning for `"lsh"`.
+        distance (`str`): of K-means: `"scores"`, between the scores that two queries give to the keys of the input, or
+            `"vectors"`, between the queries themselves.
         iterations (`int`): rounds of Lloyd's algorithm.
         bits (`int`): length of the code of `"lsh"`.
         fit_queries (`int`, *optional*): queries per head that the clusters are fitted on, before all are assigned.
@@ -60,7 +60,7 @@ class Clustered(Method):
         **Method.purpose,
         "clusters": "the number of query clusters per head; more are more exact and slower",
         "clustering": "how queries are put into clusters, kmeans or lsh",
-        "metric": 'K-means distance: "keys" compares attention scores, "queries" the vectors',
+        "distance": 'of K-means: "scores" compares attention scores, "vectors" the queries',
         "iterations": "the rounds of Lloyd's algorithm",
         "bits": 'the length of the code of clustering="lsh"',
         "fit_queries": "the queries per head that clusters are fitted on; more are slower on long inputs",
@@ -70,7 +70,7 @@ class Clustered(Method):
 
     clusters: int = 100
     clustering: str = "kmeans"
-    metric: str = "keys"
+    distance: str = "scores"
     iterations: int = DEFAULT_ITERATIONS
     bits: int = DEFAULT_BITS
     fit_queries: int | None = None
@@ -85,7 +85,7 @@ class Clustered(Method):
         self._check_int("iterations", minimum=0)
         self._check_int("seed", minimum=0, maximum=LARGEST_SEED)
         self._check_choice("clustering", CLUSTERINGS)
-        self._check_choice("metric", METRICS)
+        self._check_choice("distance", DISTANCES)
         if not isinstance(self.check_finite, bool):
             raise TypeError(f"check_finite must be True or False, got {self.check_finite!r}")
 
@@ -102,7 +102,7 @@ class Clustered(Method):
     def group(
         self, query: torch.Tensor, key: torch.Tensor, key_mask: torch.Tensor | None, scale: float | None = None
     ) -> Groups:
-        in_metric_of_keys = self.clustering == "kmeans" and self.metric == "keys"
+        in_metric_of_keys = self.clustering == "kmeans" and self.distance == "scores"
         labels = cluster_queries(
             query,
             self.clusters,
@@ -238,7 +238,7 @@ class BiClustered(ImprovedClustered):
             self.clusters,
             self.key_clusters,
             method=self.clustering,
-            in_keys_metric=self.metric == "keys",
+            in_keys_metric=self.distance == "scores",
             iterations=self.iterations,
             key_iterations=min(self.iterations, KEY_ITERATIONS),
             bits=self.bits,
