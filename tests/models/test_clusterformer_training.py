@@ -20,7 +20,7 @@ from hf_effattn.models.clusterformer import (
     log_clustering,
 )
 from hf_effattn.models.clusterformer.outputs import ClusteringOutput
-from hf_effattn.models.clusterformer.training_log import ClusteringLog
+from hf_effattn.models.clusterformer.training_callback import ClusteringLog
 
 # What the paper's tables vary, beside the variants of every other test.
 TRAINED = VARIANTS | {
