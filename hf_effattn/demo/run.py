@@ -91,22 +91,22 @@ def run_demo() -> DemoResult:
 
     states = {}
     for length in (*LENGTHS, LENGTHS[-1]):  # the longest, which counts, twice
-        text = beginning.longest(length)
-        states[EXACT] = _timed(model, text, result.seconds[EXACT], EXACT)
+        ids = beginning.longest(length)
+        states[EXACT] = _timed(model, ids, result.seconds[EXACT], EXACT)
         patch_attention(model, "bi-clustered")
-        states[PATCHED] = _timed(model, text, result.seconds[PATCHED], PATCHED)
+        states[PATCHED] = _timed(model, ids, result.seconds[PATCHED], PATCHED)
         unpatch_attention(model)
     result.vectors = {attention: hidden.mean(dim=0) for attention, hidden in states.items()}
     result.hidden_error = relative_error(states[EXACT], states[PATCHED])
     return result
 
 
-def _timed(model: PreTrainedModel, text: torch.Tensor, seconds: dict[int, float], attention: str) -> torch.Tensor:
+def _timed(model: PreTrainedModel, ids: torch.Tensor, seconds: dict[int, float], attention: str) -> torch.Tensor:
     """The last hidden states of a text `(N, d)`; the time is said, and kept where it is the shortest."""
-    length = text.shape[1]
+    length = ids.shape[1]
     say(f"Reading the first {length:,} tokens of {titled(BOOK)}, {attention}:", end=" ")
     start = time.perf_counter()
-    hidden = model(text).last_hidden_state[0]
+    hidden = model(ids).last_hidden_state[0]
     took = time.perf_counter() - start
     say(duration(took))
     seconds[length] = min(took, seconds.get(length, took))
