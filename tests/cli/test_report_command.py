@@ -118,13 +118,12 @@ def test_a_page_that_could_not_be_written_is_told_before_anything_is_measured(mo
     assert "hf_effattn[plots]" in result.output
 
 
-@pytest.mark.parametrize("command", ["report", "tune", "demo"])
+@pytest.mark.parametrize("command", ["report", "tune"])
 def test_a_text_that_is_not_there_is_told_before_a_model_is_loaded(command, monkeypatch, tmp_path):
     def fail(*args, **options):
         raise AssertionError("the model was loaded")
 
-    for place in ("samples.model", "demo.run"):
-        monkeypatch.setattr(f"hf_effattn.{place}.load_model", fail)
+    monkeypatch.setattr("hf_effattn.samples.model.load_model", fail)
     output = tmp_path / "output"
     result = runner.invoke(app, [command, "--text", "no-such-file.txt", "--output", str(output)])
     assert result.exit_code == 1

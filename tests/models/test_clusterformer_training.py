@@ -19,7 +19,7 @@ from hf_effattn.models.clusterformer import (
     log_clustering,
 )
 from hf_effattn.models.clusterformer.outputs import ClusteringOutput
-from hf_effattn.models.clusterformer.training_log import ClusteringLog
+from hf_effattn.models.clusterformer.training_callback import ClusteringLog
 
 REPORTED = {"task_loss", "cluster_loss", "sorting_loss", "largest_cluster", "empty_clusters", "word_cosine"}
 

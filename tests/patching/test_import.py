@@ -19,12 +19,12 @@ def test_import_registers_every_method_and_loads_nothing_heavy() -> None:
     """On top of what it registers with: no other model's code, no kernel compiler, no plotting, no data sets."""
     printed = run_fresh("""
         import sys
-        from transformers import AttentionInterface, AttentionMaskInterface, TrainerCallback
-        before = set(sys.modules)  # with PEFT, which the callback's module imports where it is installed
+        from transformers import AttentionInterface, AttentionMaskInterface
+        before = set(sys.modules)
         import hf_effattn
         new = set(sys.modules) - before
         heavy = {"triton", "matplotlib", "pandas", "datasets", "evaluate", "sklearn", "rich", "typer",
-                 "sentence_transformers"}
+                 "sentence_transformers", "peft", "accelerate"}
         print(sorted(name for name in new if name.split(".")[0] in heavy or name.startswith("transformers.models.")
                      and ".modeling_" in name and ".auto." not in name))
         from transformers.masking_utils import ALL_MASK_ATTENTION_FUNCTIONS

@@ -5,7 +5,7 @@ from importlib.resources import files
 
 import pytest
 
-from hf_effattn.samples.texts import Book, Passages, bundled_books, question_context, read_book
+from hf_effattn.samples.texts import Book, Passages, bundled_books, read_book
 
 
 class Letters:
@@ -57,10 +57,3 @@ def test_a_file_is_read_and_its_faults_are_named(tmp_path):
         read_book(file)
     file.write_text("words")
     assert read_book(file) == Book("own", "words")
-
-
-def test_the_question_has_its_answer_in_the_passage():
-    question, context = question_context(bundled_books())
-    assert question.endswith("?")
-    assert "Georgiana" in context
-    assert question_context([Book("own", "text")]) is None
