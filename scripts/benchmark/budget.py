@@ -246,9 +246,9 @@ def measure_speed(rows: Rows, length: int, repeats: int) -> Rows:
         times = compare(calls, {EXACT}, CPU, repeats)
     rows = [{"kind": "speed", "length": length, **about[name], **times[name]} for name in calls]
     for budget in BUDGETS:
-        plain, checked = (times[f"per head{check} {budget}"] for check in ("", ", checked"))
-        added = plain["speedup"] / checked["speedup"] - 1
-        rows.append({"kind": "check", "length": length, "budget": budget, "rounds": plain["rounds"], "added": added})
+        without, with_check = (times[f"per head{check} {budget}"] for check in ("", ", checked"))
+        added = without["speedup"] / with_check["speedup"] - 1
+        rows.append({"kind": "check", "length": length, "budget": budget, "rounds": without["rounds"], "added": added})
     return rows
 
 

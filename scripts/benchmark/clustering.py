@@ -71,10 +71,9 @@ def main(
     output: Path = RESULTS / "benchmark_clustering.json",
 ) -> None:
     """Measure every clustering at every length, print the table and keep it as JSON."""
-    settings = {"clusters": clusters, "topk": topk}
-    kept = KeptRuns(output, settings)
+    kept = KeptRuns(output, {"clusters": clusters, "topk": topk})
     cases = [{"length": length} for length in numbers(lengths)]
-    keep_missing(kept, cases, partial(measure, **settings, repeats=repeats), "lengths")
+    keep_missing(kept, cases, partial(measure, clusters=clusters, topk=topk, repeats=repeats), "lengths")
     print_rows(kept)
 
 

@@ -158,8 +158,8 @@ def main(
 ) -> None:
     """Measure layers and conversions, print both tables and keep them as JSON."""
     device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
-    settings = {"width": width, "heads": heads, "slice_length": slice_length, "extension_ratio": extension_ratio}
-    settings["dtype"] = dtype
+    settings: dict[str, Any] = {"width": width, "heads": heads, "slice_length": slice_length}
+    settings |= {"extension_ratio": extension_ratio, "dtype": dtype}
     kept = KeptRuns(output, settings, device)
     layers = [{"measured": LAYER, "length": length} for length in numbers(lengths)]
     keep_missing(kept, layers, lambda run: measure_layers(run, settings, device, repeats), "layers")
