@@ -227,11 +227,15 @@ def test_no_token_changes_what_comes_before_it(family, variant):
 @pytest.mark.parametrize("reentrant", [False, True])
 @each_trained
 def test_gradient_checkpointing_gives_the_same_gradients(family, name, variant, reentrant):
-    """Reentrant, it once failed where positions came in a dict, and centroids got none: losses were in a tuple."""
+    """Reentrant, it once failed where positions came in a dict, and centroids got none: losses were in a tuple.
+
+    Every parameter that is trained has one, or distributed training would wait for it for ever.
+    """
     dropout = {"hidden_dropout_prob": 0.2, "attention_probs_dropout_prob": 0.2}
     model_class = class_of(family, name)
     model, inputs = family.make(model_class, variant, **dropout).train(), inputs_for(family, model_class)
     plain = gradients(model, inputs)
+    assert plain.keys() == {name for name, parameter in model.named_parameters() if parameter.requires_grad}
     model.gradient_checkpointing_enable({"use_reentrant": reentrant})
     assert model.is_gradient_checkpointing
     again = gradients(model, inputs)
@@ -244,7 +248,7 @@ def test_gradient_checkpointing_gives_the_same_gradients(family, name, variant, 
 @pytest.mark.slow_except("*-CSTForCausalLM-three_levels", "*-gated_centroids")
 @pytest.mark.parametrize(("family", "name", "variant"), LEARNED, ids=str)
 def test_a_batch_is_learned_by_heart(family, name, variant):
-    """With dropout; every parameter that is trained has a gradient, or distributed training would wait for ever."""
+    """With dropout, every parameter that is trained among it."""
     model_class = class_of(family, name)
     dropout = {"hidden_dropout_prob": 0.05, "attention_probs_dropout_prob": 0.05}
     model = family.make(model_class, variant, initializer_range=0.02, **dropout).float().train()

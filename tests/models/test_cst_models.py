@@ -84,7 +84,10 @@ def test_a_pair_is_two_towers():
     first, second = tokens(2, 9), tokens(2, 14, seed=4)
     means = [model.cst(ids)[0].mean(dim=1) for ids in (first, second)]
     features = torch.cat([*means, means[0] * means[1], means[0] - means[1]], dim=-1)
-    torch.testing.assert_close(model(first, second).logits, model.classifier(features), rtol=0, atol=1e-15)
+    logits, labels = model.classifier(features), torch.tensor([1, 0])
+    torch.testing.assert_close(model(first, second).logits, logits, rtol=0, atol=1e-15)
+    loss, *_ = model(first, second, labels=labels, return_dict=False)
+    torch.testing.assert_close(loss, torch.nn.functional.cross_entropy(logits, labels), rtol=0, atol=1e-15)
 
 
 def test_names_that_transformers_asks_for():

@@ -39,7 +39,7 @@ CASES = tuple(
 # More words, centroids and columns than a tile, and fewer.
 KERNEL_CASES = tuple(
     Case(f"{name}_{masks}_{similarity}", *sizes, masks, similarity, 3.0 if similarity == "cosine" else 0.5)
-    for name, sizes in {"few": (2, 23, 5, 12), "fewer_words": (1, 3, 7, 4), "tiles": (1, 90, 40, 70)}.items()
+    for name, sizes in {"few": (2, 23, 5, 12), "fewer_words": (1, 4, 7, 4), "tiles": (1, 90, 40, 70)}.items()
     for masks in ("none", "right", "left", "holes", "row")
     for similarity in ("dot", "cosine")
 )
