@@ -11,11 +11,13 @@ from transformers import PixtralVisionConfig, PixtralVisionModel
 
 from hf_effattn import patch_attention
 from hf_effattn.patching.exact.windows import shortest_length
-from scripts.benchmark import longformer, relative_bias
+from scripts.benchmark.exact_models import MODELS, inputs_for, random_model, run
 from scripts.benchmark.windows import WINDOWS, by_blocks, by_dense_mask, mask_function
 
 # Relative L2 of bfloat16: both ways round the same numbers otherwise.
 TOLERANCE = {torch.float32: 1e-4, torch.bfloat16: 2e-2}
+LONG = 2048
+RELATIVE = [name for name, measured in MODELS.items() if measured.file == "relative_bias"]
 IMAGES = [(1024, 1024), (512, 768), (256, 256), (1024, 640)]
 each_dtype = pytest.mark.parametrize("dtype", TOLERANCE)
 
@@ -52,27 +54,21 @@ def test_blocks_are_a_dense_mask(window, length, dtype, gpu):
 
 
 @each_dtype
-@pytest.mark.parametrize("name", longformer.LENGTHS)
-def test_attention_in_windows(name, dtype, gpu):
-    if name == longformer.PRIVACY_FILTER and dtype == torch.bfloat16:
+@pytest.mark.parametrize(
+    ("name", "length", "learns"),
+    [
+        *((name, LONG, True) for name, measured in MODELS.items() if measured.file == "longformer"),
+        *((name, length, learns) for name in RELATIVE for length in (509, LONG) for learns in (False, True)),
+    ],
+)
+def test_windows_and_biases_of_distances(name, length, learns, dtype, gpu):
+    if name == "privacy-filter" and dtype == torch.bfloat16:
         pytest.skip("it chooses other experts for hidden states that are rounded otherwise")
-    exact = longformer.encoder(name, 2048).to(gpu, dtype).eval()
-    tokens = torch.randint(3, 1000, (2, 2048), generator=torch.Generator().manual_seed(0)).to(gpu)
-    assert_patched_is_exact(exact, lambda model: longformer.run(model, tokens), dtype)
-
-
-@each_dtype
-@pytest.mark.parametrize("learns", [False, True])
-@pytest.mark.parametrize("length", [509, 2048])
-@pytest.mark.parametrize("name", relative_bias.CASES)
-def test_biases_of_distances_without_a_matrix_of_them(name, length, learns, dtype, gpu):
-    exact = relative_bias.encoder(name, length).to(gpu, dtype).eval()
+    sizes = {"max_position_embeddings": LONG + 2} if name == "MPNet-base" else {}
+    exact = random_model(name, **sizes).to(gpu, dtype).eval()
     for path, weight in exact.named_parameters():
         weight.requires_grad_(learns or "relative_attention_bias" not in path)
-    tokens, mask = (
-        x.to(gpu) for x in (relative_bias.tokens_for(exact, 3, length), relative_bias.seen_tokens(3, length))
-    )
-    assert_patched_is_exact(exact, partial(relative_bias.run, tokens=tokens, mask=mask), dtype)
+    assert_patched_is_exact(exact, partial(run, inputs=inputs_for(exact, 3, length)), dtype)
 
 
 @each_dtype
