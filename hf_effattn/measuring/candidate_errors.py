@@ -16,8 +16,8 @@ from .cost import median, timed
 from .errors import head_squares, ratio
 from .recording import SeenAttention
 
-# They have the least error for their time in scripts/results/benchmark_frontier.json, the fastest first. None predicts
-# which heads must be exact, because that is measured here.
+# Settings that no other beat in both error and time, the fastest first. None predicts which heads must be exact: that
+# is measured here.
 CANDIDATES: tuple[dict[str, Any], ...] = tuple(
     {"method": "bi-clustered", "clusters": C, "topk": k, "key_clusters": G, "max_predicted_error": None}
     for C, k, G in (

@@ -3,12 +3,11 @@
 .PHONY: benchmark first-minutes
 
 benchmark: $(READY)
-	rm -f scripts/results/benchmark_attention.json scripts/results/benchmark_frontier.json \
-		scripts/results/benchmark_models.json scripts/results/benchmark_other_methods.json \
+	rm -f scripts/results/benchmark_attention.json scripts/results/benchmark_models.json \
+		scripts/results/benchmark_other_methods.json \
 		scripts/results/benchmark_layer_budgets.json scripts/results/benchmark_clustering.json \
 		scripts/results/benchmark_embeddings.json
 	$(BIN)/python -m scripts.benchmark.attention
-	$(BIN)/python -m scripts.benchmark.frontier
 	$(BIN)/python -m scripts.benchmark.other_methods
 	$(BIN)/python -m scripts.benchmark.layer_budgets
 	$(BIN)/python -m scripts.benchmark.models --shapes base --lengths 1024,4096 --repeats 3

@@ -20,15 +20,12 @@ from scripts.benchmark import crossover as measure_crossover
 from scripts.benchmark import documents as benchmark_documents
 from scripts.benchmark import embeddings as benchmark_embeddings
 from scripts.benchmark import exact_models as benchmark_exact_models
-from scripts.benchmark import frontier as benchmark_frontier
 from scripts.benchmark import images as benchmark_images
 from scripts.benchmark import models as benchmark_models
 from scripts.benchmark import prefill as benchmark_prefill
 from scripts.benchmark import sinks as benchmark_sinks
 from scripts.benchmark import windows as benchmark_windows
 from scripts.benchmark.exact_models import BLOCKS, MODELS
-from scripts.publish import cst_tables
-from scripts.publish import readme as update_readme
 from scripts.shared import data as shared_data
 
 
@@ -71,38 +68,9 @@ def test_benchmark_attention_goes_on_where_it_stopped(real_model_folder, tmp_pat
 
 
 @pytest.mark.slow
-def test_benchmark_frontier(real_model_folder, tmp_path, monkeypatch):
-    grids = {"CLUSTERS": (8, 12), "TOPK": (16,), "BI_CLUSTERS": (8, 12), "BI_TOPK": (16,), "KEY_CLUSTERS": (16, 32)}
-    for name, values in grids.items():
-        monkeypatch.setattr(benchmark_frontier, name, values)
-    output = tmp_path / "frontier.json"
-    benchmark_frontier.main("200", repeats=1, output=output)
-    result = json.loads(output.read_text(encoding="utf-8"))
-    assert len(result["rows"]) == 2 + 4
-    assert {row["method"] for row in result["rows"] if row["on_frontier"]} == {"i-clustered", "bi-clustered"}
-    assert all(0 < row["error"] < 1 for row in result["rows"])
-    best = benchmark_frontier.least_times(result["rows"])
-    assert list(best["error at most"]) == list(benchmark_frontier.TARGETS)
-    monkeypatch.setattr(benchmark_frontier, "measure_length", None)
-    benchmark_frontier.main("200", repeats=1, output=output)
-    assert json.loads(output.read_text(encoding="utf-8")) == result
-
-
-@pytest.mark.slow
 def test_benchmarks_without_the_model_have_no_real_errors(tmp_path, monkeypatch):
     monkeypatch.setattr(_inputs, "default_model_folder", lambda: None)
     monkeypatch.setattr(_inputs, "RECORDED", tmp_path / "none")
-    grids = {"CLUSTERS": (8,), "TOPK": (16,), "BI_CLUSTERS": (8,), "BI_TOPK": (16,), "KEY_CLUSTERS": (16,)}
-    for name, values in grids.items():
-        monkeypatch.setattr(benchmark_frontier, name, values)
-    output = tmp_path / "frontier.json"
-    benchmark_frontier.main("200", repeats=1, output=output)
-    rows = rows_of(output)
-    assert [(row["error"], row["on_frontier"]) for row in rows] == [(None, False)] * 2
-    assert all(row["ms"] > 0 and row["speedup"] > 0 for row in rows)
-    monkeypatch.setattr(cst_tables, "RESULTS", tmp_path)
-    output.rename(tmp_path / "benchmark_frontier.json")
-    assert "none of those tried" in update_readme.choice()
     output = tmp_path / "benchmark_attention.json"
     benchmark_attention.main("104", heads=2, head_dim=8, repeats=1, output=output)
     rows = rows_of(output)
@@ -124,18 +92,6 @@ def test_what_is_kept_of_the_model_gives_its_queries_keys_and_values(real_model_
             assert 0 < (rows - actual).norm() < 0.02 * rows.norm()
     with pytest.raises(ValueError, match="holds 700 tokens, 701 are asked for"):
         _inputs.attention_inputs(701)
-
-
-def test_a_setting_on_the_frontier_is_beaten_by_none():
-    rows = [
-        {"length": 8, "method": "i-clustered", "name": str(n), "ms": ms, "error": error, "speedup": 1.0}
-        for n, (ms, error) in enumerate([(1.0, 0.5), (2.0, 0.6), (3.0, 0.2), (3.5, 0.2)])
-    ]
-    benchmark_frontier.mark_frontier(rows)
-    assert [row["on_frontier"] for row in rows] == [True, False, True, False]
-    best = benchmark_frontier.least_times(rows).set_index("error at most")["i-clustered ms"]
-    assert best[0.2] == 3.0
-    assert best.isna()[0.15]
 
 
 def test_benchmark_models(tmp_path, monkeypatch):

@@ -190,3 +190,12 @@ def test_heads_that_share_a_budget(real_model_folder, tmp_path, monkeypatch):
     assert [line["error at most"] for line in lines] == list(other_methods.TARGETS)
     assert [line["others"] for line in lines] == [None] * len(lines)
     assert lines[0]["one setting"] == next(row["speedup"] for row in rows if row["method"] == other_methods.OURS[0])
+
+
+def test_a_setting_on_the_frontier_is_beaten_by_none():
+    rows = [
+        {"length": 8, "method": "i-clustered", "name": str(n), "ms": ms, "error": error, "speedup": 1.0}
+        for n, (ms, error) in enumerate([(1.0, 0.5), (2.0, 0.6), (3.0, 0.2), (3.5, 0.2)])
+    ]
+    other_methods.mark_frontier(rows)
+    assert [row["on_frontier"] for row in rows] == [True, False, True, False]
