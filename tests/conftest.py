@@ -56,6 +56,12 @@ def pytest_unconfigure() -> None:
     gc.unfreeze()
 
 
+@pytest.fixture(autouse=True, scope="session")
+def one_thread() -> None:
+    """The models are tiny: on a busy machine several threads would only wait for each other."""
+    torch.set_num_threads(1)
+
+
 @pytest.fixture(params=["a_cpu", "a_gpu"])
 def autocast_rules(request: pytest.FixtureRequest) -> Iterator[None]:
     """`torch.autocast("cpu", ...)` as it is, and as a GPU's."""

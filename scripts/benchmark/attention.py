@@ -9,31 +9,29 @@ random ones does: `scripts.benchmark.other_methods` has times and errors of the 
     python -m scripts.benchmark.attention      # writes scripts/results/benchmark_attention.json
 
 Where there is a GPU it runs there, in bfloat16 with 16 heads, and writes benchmark_attention_gpu.json. What the
-output file already holds, from this machine with these versions and methods, is not measured again: an interrupted run
-goes on.
+output file already holds is not measured again: an interrupted run goes on.
 """
 
-import json
 from collections.abc import Callable
 from functools import partial
+from itertools import product
 from pathlib import Path
 from typing import Annotated, Any
 
 import pandas as pd
 import torch
 import typer
-from rich.progress import track
 
 from hf_effattn.measuring.bench import exact_output, forward, measure_shape, random_inputs
 from hf_effattn.measuring.cost import without_profiler_notes
-from hf_effattn.measuring.environment import environment
 from hf_effattn.measuring.errors import relative_error
 from hf_effattn.patching.methods import Method, make_method
 from hf_effattn.settings_parsing import method_of
 
 from ..shared.command_line import run_with_help
-from ..shared.runs import print_table
+from ..shared.runs import KeptRuns, device_defaults, print_table
 from ._inputs import Inputs, attention_inputs
+from ._timing import Dtypes, Repeats, Rows, keep_missing, numbers
 
 EXACT = "exact"
 METHODS: dict[str, Method] = {
@@ -50,10 +48,7 @@ METHODS: dict[str, Method] = {
     )
 }
 DEFAULT_LENGTHS = {"cpu": "512,1024,2048,4096,8192,16384", "cuda": "512,1024,2048,4096,8192,16384,32768,65536,131072"}
-DEFAULT_DTYPES = {"cpu": "float32", "cuda": "bfloat16"}
 DEFAULT_HEADS = {"cpu": 12, "cuda": 16}
-RESULTS = Path(__file__).parents[1] / "results"
-DEFAULT_OUTPUTS = {"cpu": RESULTS / "benchmark_attention.json", "cuda": RESULTS / "benchmark_attention_gpu.json"}
 LONGEST_REAL = {"cpu": 16384, "cuda": 65536}
 STEPS_KEPT = 8
 LONG = 16384  # from here on, on a CPU, a third of the rounds has to do for forward and backward pass
@@ -84,15 +79,13 @@ def steps(call: Callable[[], Any], device: torch.device) -> list[dict[str, Any]]
     return [{"step": name, "ms": ms, "share": ms / total, "calls": count} for name, (ms, count) in dearest if ms]
 
 
-def measure(
-    batch: int, length: int, heads: int, head_dim: int, dtype: torch.dtype, device: torch.device, repeats: int
-) -> list[dict[str, Any]]:
+def measure(shape: dict[str, Any], heads: int, head_dim: int, device: torch.device, repeats: int) -> Rows:
     """One row for every exact kernel and one for each method; speeds are against the fastest of the exact ones."""
+    batch, length, dtype = shape["batch"], shape["length"], getattr(torch, shape["dtype"])
     inputs = random_inputs(batch, length, heads, head_dim, dtype, device)
     few = device.type == "cpu" and length >= LONG
     rounds = {"forward": repeats, "forward_backward": max(3, repeats // 3) if few else repeats}
     measured, calls = measure_shape(METHODS, inputs, rounds)
-    shape = {"dtype": str(dtype).removeprefix("torch."), "batch": batch, "length": length}
     rows = [shape | row for row in measured]
     real = attention_inputs(length, device, dtype) if length <= LONGEST_REAL[device.type] else []
     expected = {
@@ -106,53 +99,38 @@ def measure(
     return rows
 
 
-def kept_rows(output: Path, machine: dict[str, Any], settings: dict[str, Any]) -> list[dict[str, Any]]:
-    """What an earlier run of the same methods with the same settings, versions and device left."""
-    if not output.exists():
-        return []
-    kept = json.loads(output.read_text(encoding="utf-8"))
-    same = kept["settings"] == settings and all(
-        kept["environment"][field] == machine[field] for field in ("device_name", "threads", "versions")
-    )
-    rows: list[dict[str, Any]] = kept["rows"] if same else []
-    return rows
-
-
-def table(rows: list[dict[str, Any]]) -> pd.DataFrame:
+def table(kept: KeptRuns) -> pd.DataFrame:
     """What a reader wants to see of the rows."""
     shown = [
         {name: value for name, value in row.items() if not isinstance(value, list | dict) and "rounds" not in name}
-        for row in rows
+        for row in kept.rows
     ]
-    return pd.DataFrame(shown).drop(columns=["exact", "forward_fastest_exact", "forward_backward_fastest_exact"])
+    hidden = ["exact", "forward_fastest_exact", "forward_backward_fastest_exact", *kept.machine]
+    return pd.DataFrame(shown).drop(columns=hidden, errors="ignore")
 
 
 def main(
     lengths: Annotated[str | None, typer.Option(help="Comma-separated numbers of tokens.")] = None,
-    dtypes: Annotated[str | None, typer.Option(help="Comma-separated: float32, bfloat16, float16.")] = None,
+    dtypes: Dtypes = None,
     batches: Annotated[str, typer.Option(help="Comma-separated batch sizes.")] = "1",
     heads: int | None = None,
     head_dim: int = 64,
-    repeats: Annotated[int, typer.Option(help="Rounds of timing; short calls get more.")] = 10,
+    repeats: Repeats = 10,
     output: Path | None = None,
 ) -> None:
     """Measure every shape, print the table, and keep it as JSON."""
-    device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
-    machine = environment(device)
-    heads, output = heads or DEFAULT_HEADS[device.type], output or DEFAULT_OUTPUTS[device.type]
-    dtypes = dtypes or DEFAULT_DTYPES[device.type]
+    device, dtypes, output = device_defaults("benchmark_attention", dtypes, output)
+    heads = heads or DEFAULT_HEADS[device.type]
     methods = {name: {"method": method.method} | method.to_dict() for name, method in METHODS.items()}
     settings = {"heads": heads, "head_dim": head_dim, "repeats": repeats, "methods": methods}
-    rows = kept_rows(output, machine, settings)
-    output.parent.mkdir(parents=True, exist_ok=True)
-    chosen = [int(length) for length in (lengths or DEFAULT_LENGTHS[device.type]).split(",")]
-    shapes = [(dtype, int(batch), n) for dtype in dtypes.split(",") for batch in batches.split(",") for n in chosen]
-    done = {(row["dtype"], row["batch"], row["length"]) for row in rows}
-    for dtype, batch, length in track([shape for shape in shapes if shape not in done], description="shapes"):
-        rows += measure(batch, length, heads, head_dim, getattr(torch, dtype), device, repeats)
-        output.write_text(json.dumps({"environment": machine, "settings": settings, "rows": rows}, indent=1))
-    print_table(table(rows))
-    for row in rows:
+    kept = KeptRuns(output, settings, device)
+    chosen = product(dtypes.split(","), numbers(batches), numbers(lengths or DEFAULT_LENGTHS[device.type]))
+    shapes = [{"dtype": dtype, "batch": batch, "length": length} for dtype, batch, length in chosen]
+    keep_missing(
+        kept, shapes, partial(measure, heads=heads, head_dim=head_dim, device=device, repeats=repeats), "shapes"
+    )
+    print_table(table(kept), output)
+    for row in kept.rows:
         for name, reason in row.get("refused", {}).items():
             print(f"{row['dtype']}, batch {row['batch']}, {row['length']:,} tokens: no {name}: {reason}")
 

@@ -17,15 +17,6 @@ from hf_effattn.patching.methods import causal as causal_settings
 from hf_effattn.patching.methods.causal import CausalMethod
 
 
-@pytest.fixture(autouse=True, scope="package")
-def one_thread() -> Iterator[None]:
-    """The models are tiny: on a busy machine several threads would only wait for each other."""
-    threads = torch.get_num_threads()
-    torch.set_num_threads(1)
-    yield
-    torch.set_num_threads(threads)
-
-
 @pytest.fixture
 def on_threads() -> Iterator[Callable[[int], None]]:
     """Sets torch's threads for the time of a test."""

@@ -55,19 +55,6 @@ def test_benchmark_attention(real_model_folder, tmp_path):
 
 
 @pytest.mark.slow
-def test_benchmark_attention_goes_on_where_it_stopped(real_model_folder, tmp_path):
-    output = tmp_path / "attention.json"
-    benchmark_attention.main("104", heads=2, head_dim=8, repeats=1, output=output)
-    first = rows_of(output)
-    benchmark_attention.main("104,112", heads=2, head_dim=8, repeats=1, output=output)
-    both = rows_of(output)
-    assert both[: len(first)] == first
-    assert {row["length"] for row in both} == {104, 112}
-    benchmark_attention.main("104", heads=2, head_dim=16, repeats=1, output=output)  # other settings: from the start
-    assert {row["length"] for row in rows_of(output)} == {104}
-
-
-@pytest.mark.slow
 def test_benchmarks_without_the_model_have_no_real_errors(tmp_path, monkeypatch):
     monkeypatch.setattr(_inputs, "default_model_folder", lambda: None)
     monkeypatch.setattr(_inputs, "RECORDED", tmp_path / "none")
