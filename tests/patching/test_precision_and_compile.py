@@ -9,7 +9,16 @@ import pytest
 import torch
 from support.gpu_autocast import autocast_of_a_gpu
 from support.tiny_decoders import SIZES, left_padded, make_model, tokens
-from support.tiny_models import MODEL_TYPES, SMALL_SETTINGS, WITH_TOPK, batch_for, encoded, mostly_slow, tiny_model
+from support.tiny_models import (
+    MODEL_TYPES,
+    SMALL_SETTINGS,
+    WITH_TOPK,
+    as_one_graph,
+    batch_for,
+    encoded,
+    mostly_slow,
+    tiny_model,
+)
 from transformers.cache_utils import DynamicLayer
 
 import hf_effattn
@@ -179,6 +188,7 @@ COMPILED: dict[str, tuple[str, dict[str, Any], dict[str, Any]]] = {
 }
 
 
+@as_one_graph
 @pytest.mark.compatibility("torch", "`torch.compile`", "runs")
 @pytest.mark.slow_except("bert, i-clustered")
 @pytest.mark.parametrize("case", COMPILED)

@@ -10,7 +10,7 @@ import pytest
 import torch
 from support import tiny_vision_language as vision_language
 from support.tiny_decoders import EAGER, MODELS, SINKING, SIZES, left_padded, make_model, tokens
-from support.tiny_models import WITH_OWN_TESTS
+from support.tiny_models import WITH_OWN_TESTS, as_one_graph
 from transformers import DynamicCache, StaticCache
 from transformers.masking_utils import ALL_MASK_ATTENTION_FUNCTIONS, sdpa_mask
 
@@ -342,6 +342,7 @@ def test_dropout_of_training_is_drawn_and_replayed(lengths: list[int]) -> None:
     assert lengths == [LENGTH] * 12
 
 
+@as_one_graph
 @pytest.mark.slow_except("cst", "exact")
 @pytest.mark.parametrize("method", ["i-clustered", "cst", "exact"])
 @torch.no_grad()
@@ -382,6 +383,7 @@ def test_attention_weights(model_type: str) -> None:
             torch.testing.assert_close(sums, torch.ones(2, 4, LENGTH).double(), rtol=0, atol=4e-15)
 
 
+@as_one_graph
 @torch.no_grad()
 def test_compiled_layers_of_gpt2_ask_no_collector() -> None:
     """Its state is that of the model around them, which they cannot trace."""
