@@ -1,5 +1,6 @@
 """What patching will change, decided and checked before anything does."""
 
+import sys
 import warnings
 from dataclasses import dataclass
 from typing import Any
@@ -281,6 +282,8 @@ def why_never_used(plan: PatchPlan, cut: int | None = None) -> str | None:
     shortest = method.shortest_length(kind)
     if shortest is None:
         return f"The patch will {does}: {why_never(method.method, kind)}."
+    if method.is_exact(sys.maxsize, kind):
+        return f"The patch will {does}: by its settings every head attends exactly."
     extendable = longest_input(config)
     longest = extendable or usual_length(config)
     is_cut = cut is not None and (longest is None or cut < longest)

@@ -50,14 +50,8 @@ DEFAULT_SHAPES = {"cpu": (12, 12, 64), "cuda": (32, 8, 128)}
 PATCHED: dict[str, Any] = {"method": "bi-clustered"} | CausalBiClustered().of_older_keys
 CHEAPEST = CausalBiClustered(**{name: value for name, value in CAUSAL_CANDIDATES[0].items() if name != "method"})
 METHODS: dict[str, dict[str, Any]] = {
-    "i-clustered clusters=100 topk=32": {"method": "i-clustered", "clusters": 100, "topk": 32},
+    "i-clustered clusters=100 exact_keys=32": {"method": "i-clustered", "clusters": 100, "topk": 32},
     "bi-clustered": PATCHED,
-    "bi-clustered clusters=16 topk=256 key_clusters=16": {
-        "method": "bi-clustered",
-        "clusters": 16,
-        "topk": 256,
-        "key_clusters": 16,
-    },
     # The one that most heads of a calibrated model run.
     "cheapest candidate": {"method": "bi-clustered"} | CHEAPEST.of_older_keys,
 }

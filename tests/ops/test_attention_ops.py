@@ -17,7 +17,6 @@ OPS = ("clustered_attention", "improved_clustered_attention", "bi_clustered_atte
 BACKENDS = ("reference", "batched")
 by_name = {"ids": lambda case: case.name if isinstance(case, Case) else str(case)}
 each_op = pytest.mark.parametrize("op", OPS)
-each_op_with_topk = pytest.mark.parametrize("op", OPS[1:])
 each_backend = pytest.mark.parametrize("backend", BACKENDS)
 
 
