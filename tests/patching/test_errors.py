@@ -77,7 +77,7 @@ MISTAKES: list[tuple[str, dict[str, Any], type[Exception], str]] = [
         ValueError,
         'composition must be one of .*mean "merged"',
     ),
-    ("cst", {"sinks": 1}, TypeError, "sinks must be True, False or None, got 1"),
+    ("cst", {"attend_ends": 1}, TypeError, "attend_ends must be True, False or None, got 1"),
     ("cst", {"min_length": -1}, ValueError, "min_length must be at least 0"),
     ("cst", {"min_length": None}, TypeError, "min_length must be an int, got None"),
     ("cst", {"slice_len": 4}, ValueError, "'cst' has no setting 'slice_len' .did you mean \"slice_length\""),
