@@ -124,6 +124,6 @@ def attend(case, inputs, **options):
             "labels": inputs.labels if case.strict else None,
             "key_mask": inputs.key_mask,
             "membership": inputs.membership,
-        }
-        | options,
+            **options,
+        },
     )
