@@ -2,7 +2,7 @@
 
 from typing import TYPE_CHECKING, Any
 
-from ..reporting.numbers import duration, ratio
+from ..reporting.numbers import duration, percent, ratio
 from ..reporting.pictures import new_figure
 from .run import EXACT, NEAREST, PATCHED, DemoResult
 
@@ -27,8 +27,8 @@ def draw_demo(result: DemoResult) -> "Figure":
     _draw_times(times, result)
     _draw_search(search, result)
     figure.suptitle(
-        f'patch_attention(model, "bi-clustered"): {result.length:,} tokens {ratio([result.speedup()])} as fast, '
-        f"their vector at a cosine of {result.cosine():.4f}",
+        f"Reading {result.length:,} tokens: {ratio([result.speedup()])} as fast. Tokens moved by "
+        f"{percent(result.hidden_error)}, their mean hardly (cosine {result.cosine():.4f})",
         fontsize=14,
         fontweight="bold",
     )

@@ -277,8 +277,8 @@ def _chosen(
     if kept < coverage:
         warnings.warn(
             f"{percent(kept)} of the {COUNTED[error_of]} keep the error of {budget:g} on texts left out, "
-            f"{percent(coverage)} were asked for: the texts differ too much for a table of heads; patch with a "
-            "tolerance, checked in each pass",
+            f"{percent(coverage)} were asked for: the texts are too few or differ too much; give more, or patch "
+            "with a tolerance, checked in each pass",
             stacklevel=3,
         )
     calibration = {

@@ -320,7 +320,8 @@ def draw_head_settings(settings: Any) -> "Figure":
     bar.ax.set_yticklabels(names, fontsize=8)
     max_error = (settings.calibration or {}).get("max_error")
     shares = "" if errors is None else "; numbers: largest error on the calibration texts, per cent"
-    budget = "" if max_error is None else f" for an error of at most {percent(max_error)}"
+    mean = " of the layers' mean" if (settings.calibration or {}).get("error_of") == "layer" else ""
+    budget = "" if max_error is None else f" for an error{mean} of at most {percent(max_error)}"
     figure.suptitle(f"Settings of every head{budget}\n(dark: dear{shares})", fontsize=10)
     return figure
 

@@ -21,7 +21,7 @@ def test_the_demo_prints_its_steps_and_draws(real_model_folder, tmp_path, monkey
         "Reading 6 passages of 32 tokens from 6 novels.\n",
         "Reading the first 64 tokens of Great Expectations, exact: ",
         "Reading the first 513 tokens of Great Expectations, patched: ",
-        "single tokens moved by 0%",
+        "all tokens moved by 0% (relative L2)",
         "is 1.0000,\n  and all 5 nearest passages stayed",
         f"The picture: {file}\n",
     ):

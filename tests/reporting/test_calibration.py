@@ -461,7 +461,7 @@ def test_texts_that_differ_too_much() -> None:
         hf_effattn.calibrate(model, {"input_ids": torch.arange(5, 45)[None]}, **OPTIONS)
     # Six tokens are too few to approximate: no error there, whatever the candidate.
     both = [{"input_ids": torch.arange(5, 11)[None]}, {"input_ids": texts()[0]["input_ids"][:1]}]
-    with pytest.warns(UserWarning, match="the texts differ too much"):
+    with pytest.warns(UserWarning, match="the texts are too few or differ too much"):
         hf_effattn.calibrate(model, both, max_error=0.02, **OPTIONS | {"coverage": 1.0, "candidates": CANDIDATES[1:]})
 
 
