@@ -39,23 +39,20 @@ def draw_documents(processors: dict[str, pd.DataFrame], folder: Path) -> None:
         for style, (name, rows) in zip(("-", "--"), processors.items(), strict=True)
         for patched in (False, True)
     ]
+    lengths = sorted(set(pd.concat(processors.values())["length"]))
     for theme, (ink, *colors) in THEMES.items():
         figure = Figure(figsize=(4, 3), layout="constrained")
         panel = figure.subplots()
         for name, style, patched, line in lines:
-            color, (length, seconds) = colors[patched], line[["length", "seconds"]].iloc[-1]
-            panel.plot(line["length"], line["seconds"], style, color=color, marker="o", markersize=4, linewidth=2)
-            slowest = max(other["seconds"].iloc[-1] for _, _, also, other in lines if also == patched)
-            panel.annotate(
-                f"{'patched' if patched else 'exact'}, {name}: {seconds:.0f} s",
-                (length, seconds),
-                xytext=(6, 0),
-                textcoords="offset points",
-                color=color,
-                verticalalignment="bottom" if seconds == slowest else "top",  # so that equal ends stay readable
-            )
-        lengths = sorted(set(pd.concat(processors.values())["length"]))
-        panel.set(xscale="log", yscale="log", xlim=(lengths[0] / 1.2, lengths[-1] * 12))
+            start, end = (line[["length", "seconds"]].iloc[place].tolist() for place in (0, -1))
+            panel.plot(line["length"], line["seconds"], style, color=colors[patched], marker="o", linewidth=2)
+            word, left = ("patched: " if patched else "exact: ", False) if end[0] == lengths[-1] else ("", not patched)
+            where = {"xytext": (-6 if left else 7, -9 if patched else 3), "textcoords": "offset points"}
+            align = "right" if left else "left"
+            panel.annotate(f"{word}{end[1]:.0f} s", end, color=colors[patched], horizontalalignment=align, **where)
+            if patched:
+                panel.annotate(name, start, (0, -16), textcoords="offset points", color=ink, ha="center")
+        panel.set(xscale="log", yscale="log", xlim=(lengths[0] / 1.5, lengths[-1] * 5))
         panel.set_xticks(lengths, [f"{length:,}" for length in lengths])
         panel.set_yticks(SECONDS, [f"{seconds} s" for seconds in SECONDS])
         for axis in (panel.xaxis, panel.yaxis):
