@@ -44,14 +44,15 @@ def draw_documents(processors: dict[str, pd.DataFrame], folder: Path) -> None:
         figure = Figure(figsize=(4, 3), layout="constrained")
         panel = figure.subplots()
         for name, style, patched, line in lines:
-            start, end = (line[["length", "seconds"]].iloc[place].tolist() for place in (0, -1))
-            panel.plot(line["length"], line["seconds"], style, color=colors[patched], marker="o", linewidth=2)
-            word, left = ("patched: " if patched else "exact: ", False) if end[0] == lengths[-1] else ("", not patched)
-            where = {"xytext": (-6 if left else 7, -9 if patched else 3), "textcoords": "offset points"}
-            align = "right" if left else "left"
-            panel.annotate(f"{word}{end[1]:.0f} s", end, color=colors[patched], horizontalalignment=align, **where)
+            points = list(zip(line["length"], line["seconds"], strict=True))
+            (length, seconds), color = points[-1], colors[patched]
+            panel.plot(line["length"], line["seconds"], style, color=color, marker="o", linewidth=2)
+            word, left = ("patched: " if patched else "exact: ", False) if length == lengths[-1] else ("", not patched)
+            offset, align = (-6 if left else 7, -9 if patched else 3), "right" if left else "left"
+            text = f"{word}{seconds:.0f} s"
+            panel.annotate(text, points[-1], offset, textcoords="offset points", color=color, ha=align)
             if patched:
-                panel.annotate(name, start, (0, -16), textcoords="offset points", color=ink, ha="center")
+                panel.annotate(name, points[0], (0, -16), textcoords="offset points", color=ink, ha="center")
         panel.set(xscale="log", yscale="log", xlim=(lengths[0] / 1.5, lengths[-1] * 5))
         panel.set_xticks(lengths, [f"{length:,}" for length in lengths])
         panel.set_yticks(SECONDS, [f"{seconds} s" for seconds in SECONDS])
