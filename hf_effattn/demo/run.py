@@ -141,8 +141,8 @@ What this shows
   Nothing was retrained, and unpatch_attention(model) undoes it.
 - Exact attention compares every token with every other: twice the tokens, four times the work.
   Clustered attention compares groups of similar tokens: twice the tokens, twice the work.
-- The price: it is an approximation. The states of all tokens moved by {percent(result.hidden_error)} (relative L2).
-  Their mean, the vector of the text, moved less: the cosine of the exact and the patched one is {result.cosine():.4f},
+- The price: it approximates. The states of all tokens moved by {percent(result.hidden_error)} (relative L2).
+  Their mean, the vector of the text, moved less: its cosine to the exact one is {result.cosine():.4f},
   and {result.stayed()}.
 - So patch models for long texts that are read as a whole: embeddings, classification, retrieval.
   Where single words count, as in question answering, look at the error first.

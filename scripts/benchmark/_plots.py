@@ -48,9 +48,10 @@ def draw_documents(processors: dict[str, pd.DataFrame], folder: Path) -> None:
             (length, seconds), color = points[-1], colors[patched]
             panel.plot(line["length"], line["seconds"], style, color=color, marker="o", linewidth=2)
             word, left = ("patched: " if patched else "exact: ", False) if length == lengths[-1] else ("", not patched)
-            offset, align = (-6 if left else 7, -9 if patched else 3), "right" if left else "left"
-            text = f"{word}{seconds:.0f} s"
-            panel.annotate(text, points[-1], offset, textcoords="offset points", color=color, ha=align)
+            shift, align = (-6 if left else 7, -9 if patched else 3), "right" if left else "left"
+            panel.annotate(
+                f"{word}{seconds:.0f} s", points[-1], shift, textcoords="offset points", color=color, ha=align
+            )
             if patched:
                 panel.annotate(name, points[0], (0, -16), textcoords="offset points", color=ink, ha="center")
         panel.set(xscale="log", yscale="log", xlim=(lengths[0] / 1.5, lengths[-1] * 5))

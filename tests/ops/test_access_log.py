@@ -14,6 +14,7 @@ import triton
 import triton.language as tl
 from support import attention_cases, block_cases, causal_cases, clustering_cases, slice_cases
 from support.access_log import logged_accesses
+from support.op_cases import BLOCKS, NEURAL_CLUSTERING, SLICES, with_gradients
 
 from hf_effattn import ops
 from hf_effattn.ops.shared.triton import chips
@@ -170,7 +171,7 @@ def kmeans(dtype: torch.dtype, masks: str) -> None:
 
 def slices(dtype: torch.dtype, **sizes: object) -> None:
     case = slice_cases.Case("", **{"B": 2, "H": 2, "N": 45} | sizes)
-    slice_cases.with_gradients(case, slice_cases.make_inputs(case, dtype), backend="triton")
+    with_gradients(SLICES, case, SLICES.make(case, dtype), backend="triton")
 
 
 def causal(dtype: torch.dtype, method: str = "bi-clustered", **sizes: object) -> None:
@@ -183,12 +184,12 @@ def causal(dtype: torch.dtype, method: str = "bi-clustered", **sizes: object) ->
 
 def blocks(dtype: torch.dtype, **sizes: object) -> None:
     case = block_cases.Case("", **{"B": 2, "H": 2, "N": 45} | sizes)
-    block_cases.with_gradients(case, block_cases.make_inputs(case, dtype), backend="triton")
+    with_gradients(BLOCKS, case, BLOCKS.make(case, dtype), backend="triton")
 
 
 def words(dtype: torch.dtype, similarity: str, masks: str) -> None:
-    inputs = clustering_cases.make_inputs(B=2, N=90, k=11, d=70, masks=masks, dtype=dtype)
-    clustering_cases.with_gradients(*inputs[:2], mask=inputs[2], similarity=similarity, backend="triton")
+    case = clustering_cases.Case("", N=90, k=11, d=70, masks=masks, similarity=similarity)
+    with_gradients(NEURAL_CLUSTERING, case, NEURAL_CLUSTERING.make(case, dtype), backend="triton")
 
 
 def calls(dtype: torch.dtype) -> Iterator[Callable[[], None]]:

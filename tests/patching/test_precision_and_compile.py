@@ -210,7 +210,7 @@ def test_a_graph_has_the_outputs_weights_and_gradients_of_the_model(case: str) -
         output = called(**inputs, output_attentions=weighed)
         output[0][seen].square().sum().backward()
         found = {name: one.grad.clone() for name, one in model.named_parameters() if one.grad is not None}
-        weights = {f"layer {layer}": one.detach() for layer, one in enumerate(output.attentions or ())}
+        weights = {f"layer {layer}": one.detach() for layer, one in enumerate(output.attentions if weighed else ())}
         return found | weights | {"output": output[0][seen].detach()}
 
     expected, found = run(model), run(torch.compile(model, fullgraph=True, backend="aot_eager"))
@@ -258,7 +258,7 @@ def kernels(monkeypatch):
 def output_and_gradients(model, batch, called=None):
     torch.manual_seed(5)
     model.zero_grad()
-    output = encoded(called or model, batch)
+    output = encoded(model if called is None else called, batch)
     output.square().mean().backward()
     gradients = {name: weight.grad.clone() for name, weight in model.named_parameters() if weight.grad is not None}
     return {"output": output.detach()} | gradients

@@ -174,8 +174,7 @@ KINDS = (
 )
 
 
-# Unpatched they do not either: torch's compiler stops in the wrappers that transformers puts around a forward pass.
-as_one_graph = pytest.mark.skipif(parse(torch.__version__) < parse("2.7"), reason="torch 2.6 compiles no whole model")
+as_one_graph = pytest.mark.skipif(parse(torch.__version__) < parse("2.7"), reason="nor does the exact model with 2.6")
 
 
 def mostly_slow(cases: Iterable[Any]) -> list[Any]:

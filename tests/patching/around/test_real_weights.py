@@ -86,7 +86,7 @@ def test_what_is_closer_than_what(bert):
     model, passages = bert
     tokens, _, _ = passages.pairs(256, per_book=1)
     exact = embed(model, tokens)
-    improved, clustered, bi_clustered, lsh, merged, without_sinks, paper = (
+    improved, clustered, bi_clustered, lsh, merged, without_ends, paper = (
         cosine(model, tokens, exact, method, **settings)
         for method, settings in (
             ("i-clustered", FEW),
@@ -94,15 +94,15 @@ def test_what_is_closer_than_what(bert):
             ("bi-clustered", FEW | {"key_clusters": 50}),
             ("i-clustered", FEW | {"clustering": "lsh", "iterations": 10}),
             ("cst", {"slice_length": 16}),
-            ("cst", {"slice_length": 16, "sinks": False}),
+            ("cst", {"slice_length": 16, "attend_ends": False}),
             ("cst", {"slice_length": 16, "composition": "local-global"}),
         )
     )
     assert improved > lsh
     assert improved > clustered
     assert bi_clustered > improved
-    assert merged > without_sinks + 0.05
-    assert without_sinks > paper + 0.3
+    assert merged > without_ends + 0.05
+    assert without_ends > paper + 0.3
 
 
 @pytest.mark.parametrize(("method", "settings"), [("bi-clustered", FEW), ("cst", {"slice_length": 16})])
