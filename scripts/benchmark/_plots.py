@@ -23,7 +23,6 @@ METHODS = ("exact", "bi-clustered, calibrated")
 PROCESSORS = {"benchmark_documents": ("bfloat16", "AVX-512"), "benchmark_documents_avx2": ("float32", "AVX2")}
 # By theme: text and axes, exact attention, patched.
 THEMES = {"light": ("#1f2328", "#6e7781", "#0969da"), "dark": ("#f0f6fc", "#9198a1", "#58a6ff")}
-SECONDS = (1, 10, 100)
 
 
 def draw_documents(processors: dict[str, pd.DataFrame], folder: Path) -> None:
@@ -49,16 +48,15 @@ def draw_documents(processors: dict[str, pd.DataFrame], folder: Path) -> None:
             panel.plot(line["length"], line["seconds"], style, color=color, marker="o", linewidth=2)
             word, left = ("patched: " if patched else "exact: ", False) if length == lengths[-1] else ("", not patched)
             shift, align = (-6 if left else 7, -9 if patched else 3), "right" if left else "left"
-            panel.annotate(
-                f"{word}{seconds:.0f} s", points[-1], shift, textcoords="offset points", color=color, ha=align
-            )
+            near: dict[str, Any] = {"textcoords": "offset points"}
+            panel.annotate(f"{word}{seconds:.0f} s", points[-1], shift, color=color, ha=align, **near)
             if patched:
-                panel.annotate(name, points[0], (0, -16), textcoords="offset points", color=ink, ha="center")
+                panel.annotate(name, points[0], (0, -16), color=ink, ha="center", **near)
         panel.set(xscale="log", yscale="log", xlim=(lengths[0] / 1.5, lengths[-1] * 5))
         panel.set_xticks(lengths, [f"{length:,}" for length in lengths])
-        panel.set_yticks(SECONDS, [f"{seconds} s" for seconds in SECONDS])
-        for axis in (panel.xaxis, panel.yaxis):
-            axis.set_minor_locator(NullLocator())
+        panel.set_yticks((1, 10, 100), ["1 s", "10 s", "100 s"])
+        panel.xaxis.set_minor_locator(NullLocator())
+        panel.yaxis.set_minor_locator(NullLocator())
         panel.tick_params(colors=ink)
         panel.spines[:].set_color(ink)
         panel.spines[["top", "right"]].set_visible(False)

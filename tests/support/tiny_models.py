@@ -174,7 +174,7 @@ KINDS = (
 )
 
 
-as_one_graph = pytest.mark.skipif(parse(torch.__version__) < parse("2.7"), reason="nor does the exact model with 2.6")
+as_one_graph = pytest.mark.skipif(parse(torch.__version__) < parse("2.7"), reason="torch 2.6 compiles no whole model")
 
 
 def mostly_slow(cases: Iterable[Any]) -> list[Any]:
