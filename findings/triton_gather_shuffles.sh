@@ -39,9 +39,10 @@ for rows in (64, 16):
     counts.append(f"{rows} rows, {compiled.asm['ptx'].count('shfl.sync')} shuffles")
 print(f"{triton.__version__}: {'; '.join(counts)}")
 PYTHON
+for version in 3.7.1 3.9.0; do python3 -m venv "$folder/$version"; done
+"$folder/3.7.1/bin/pip" install --quiet "triton==3.7.1"
+"$folder/3.9.0/bin/pip" install --quiet "triton==3.9.0"
 for version in 3.7.1 3.9.0; do
-    python3 -m venv "$folder/$version"
-    "$folder/$version/bin/pip" install --quiet "triton==$version"
     TRITON_CACHE_DIR="$folder/cache" "$folder/$version/bin/python" -W ignore "$folder/take_rows.py"
 done | tee "$folder/seen"
 diff "$folder/seen" - <<'SEEN'
