@@ -12,6 +12,8 @@ from typing import Any
 import pytest
 import torch
 import torch.nn.functional as F
+import transformers
+from packaging.version import parse
 from support import clusterformer_cases, cst_models
 from support.closeness import assert_close_to_reference
 from support.labels import labels_for
@@ -379,7 +381,9 @@ def test_the_cache_follows_its_rows(family, copied):
         actual = model(words[order, 12:], past_key_values=cache).logits
         assert_close_to_reference("rows", actual, model(words[order], use_cache=False).logits[:, 12:], rtol=1e-13)
         cache.reset()
-        assert cache.get_seq_length() == 0
+        # Before 5.24 transformers zeroes what a `DynamicLayer` holds, and its length stays.
+        if family.name == "CST" or parse(transformers.__version__) >= parse("5.24"):
+            assert cache.get_seq_length() == 0
 
 
 @pytest.mark.slow_except("*-prompt lookup", "*-another model")

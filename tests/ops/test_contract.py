@@ -5,6 +5,7 @@ from functools import partial
 
 import pytest
 import torch
+from packaging.version import parse
 from support.backward_ops import check_ops
 from support.closeness import assert_close_to_reference
 from support.op_cases import (
@@ -78,7 +79,9 @@ def test_low_precision_is_as_good_as_plain_pytorch(op, case, dtype):
     for name, actual in with_gradients(op, case, rounded, backend="batched").items():
         if actual.is_floating_point():
             assert actual.dtype in (dtype, torch.float32 if name == "lse" else dtype)
-            assert_close_to_reference(name, actual, expected[name], baseline[name], rtol=1e-6)
+            # Ours are the same numbers in torch 2.6 and 2.13; plain PyTorch happens to be closer in 2.6.
+            factor = 2.0 if parse(torch.__version__) >= parse("2.7") else 3.0
+            assert_close_to_reference(name, actual, expected[name], baseline[name], rtol=1e-6, factor=factor)
 
 
 @each([op for op in OPS if op.small is not None], lambda op: [op.small])
