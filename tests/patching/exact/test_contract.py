@@ -38,6 +38,10 @@ def slow_if(slow: bool) -> list[pytest.MarkDecorator]:
     return [pytest.mark.slow] if slow else []
 
 
+def rounded(inputs: dict[str, Any], dtype: torch.dtype) -> dict[str, Any]:
+    return {name: given.to(dtype) if given.is_floating_point() else given for name, given in inputs.items()}
+
+
 def each_kind(promises: Callable[[Kind], Any]) -> pytest.MarkDecorator:
     """Of all kinds those that make a promise."""
     making = [kind for kind in KINDS if promises(kind) not in (None, False, "", {}, ())]
@@ -181,18 +185,25 @@ def test_dropout_is_drawn_as_in_transformers(kind: Kind) -> None:
     kind.near.check(drawn(), exact)
 
 
-@each_kind(lambda kind: kind.bfloat16)
+@pytest.mark.slow_except("torch.bfloat16-False-*")
+@each_kind(lambda kind: kind.low_precision)
+@pytest.mark.parametrize(
+    ("dtype", "autocast"),
+    [(torch.bfloat16, False), (torch.float16, False), (torch.float64, False), (torch.bfloat16, True)],
+    ids=str,
+)
 @torch.no_grad()
-def test_bfloat16_is_as_near_as_transformers(kind: Kind) -> None:
+def test_another_precision_is_as_near_as_transformers(kind: Kind, dtype: torch.dtype, autocast: bool) -> None:
     inputs = kind.inputs()
-    exact = kind.encode(kind.make(), inputs)[-1]
-    rounded = {name: one.bfloat16() if one.is_floating_point() else one for name, one in inputs.items()}
-    model = kind.make().bfloat16()
-    by_transformers = kind.encode(model, rounded)[-1]
-    found = kind.encode(hf_effattn.patch_attention(model, METHOD), rounded)[-1]
-    assert found.dtype == torch.bfloat16
-    error, usual = ((one.float() - exact).norm() for one in (found, by_transformers))
-    assert error <= kind.bfloat16 * usual
+    exact = kind.encode(kind.make().double(), rounded(inputs, torch.float64))[-1]
+    stored = torch.float32 if autocast else dtype
+    model, inputs = kind.make().to(stored), rounded(inputs, stored)
+    with torch.autocast("cpu", dtype=torch.bfloat16, enabled=autocast):
+        by_transformers = kind.encode(model, inputs)[-1]
+        patched = kind.encode(hf_effattn.patch_attention(model, METHOD), inputs)[-1]
+    assert patched.dtype == by_transformers.dtype
+    error, usual = ((output.double() - exact).norm() / exact.norm() for output in (patched, by_transformers))
+    assert error <= kind.low_precision * usual + 1e-6  # transformers takes some softmax in float32, of float64 too
 
 
 @each_kind(lambda kind: kind.all_padded)

@@ -100,7 +100,7 @@ def weigh(model: Any) -> list[torch.Tensor]:
     return [part for one in found for part in (one.values() if isinstance(one, dict) else [one])]
 
 
-TRAINED: dict[str, Any] = {"retrained": Near(rtol=1e-4, atol=1e-5), "drops": True, "bfloat16": 1.1}
+TRAINED: dict[str, Any] = {"retrained": Near(rtol=1e-4, atol=1e-5), "drops": True, "low_precision": 1.1}
 KINDS = [
     Kind(
         kind,
@@ -233,7 +233,7 @@ KINDS += [
     longformer_kind(
         "longformer",
         retrained=EQUAL,
-        bfloat16=1.1,
+        low_precision=1.1,
         compiled="eager",
         compiled_as={"num_hidden_layers": 1, "attention_window": [16]},
         says="see a sliding window",

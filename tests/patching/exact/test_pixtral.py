@@ -104,7 +104,7 @@ def weigh(model: Any) -> list[torch.Tensor]:
     return found
 
 
-ONCE: dict[str, Any] = {"auto": AutoModel, "bfloat16": 1.1, "compiled": "eager"}
+ONCE: dict[str, Any] = {"auto": AutoModel, "low_precision": 1.1, "compiled": "eager"}
 ONCE["compiled_as"] = {"num_hidden_layers": 1}
 KINDS = [
     Kind(

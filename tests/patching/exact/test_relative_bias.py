@@ -148,7 +148,7 @@ def kind_of(kind: str, **promises: Any) -> Kind:
         eager=True,
         retrained=Near(of_each=1e-5, of_all=1e-7),
         drops=True,
-        bfloat16=1.1,
+        low_precision=1.1,
         all_padded=True,
         compiled="inductor",
         **{"auto": AutoModel, "ran": check_views, "weigh": weigh} | promises,
