@@ -121,6 +121,8 @@ class Calibration:
             f"{made['speed']:.2g} times as fast as exact{', both passes' if made.get('training') else ''}.",
             *(f"  {heads.count(index):>4} heads: {name}" for index, name in enumerate(names)),
         ]
+        if shortest := self.settings.shortest_length(made["environment"]["device"]):
+            lines.append(f"Texts of fewer than {shortest:,} tokens run exact attention.")
         return "\n".join(lines)
 
 

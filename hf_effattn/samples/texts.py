@@ -1,5 +1,6 @@
 """The bundled texts: excerpts of public-domain books (see texts/SOURCES.txt) or the user's file, cut into passages."""
 
+import warnings
 from dataclasses import dataclass
 from importlib.resources import files
 from itertools import zip_longest
@@ -116,6 +117,8 @@ class Passages:
         """
         own = self._own_tokens(length)
         books = [ids for ids in self._ids if len(ids) >= own]
+        if books and (short := [name for name, ids in zip(self.names, self._ids, strict=True) if len(ids) < own]):
+            warnings.warn(f"left out, for want of {length:,} tokens: {', '.join(short)}", stacklevel=2)
         places = []
         for ids in books:
             of_book = min(len(ids) // own, -(-count // len(books)))

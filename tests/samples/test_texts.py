@@ -43,6 +43,8 @@ def test_a_text_that_is_too_short_is_named():
         passages.pairs(20, per_book=3)
     with pytest.raises(ValueError, match="1,000 tokens are asked for, the longest text has 40"):
         passages.longest(1000)
+    with pytest.warns(UserWarning, match="left out, for want of 20 tokens: short$"):
+        assert len(Passages(Letters(), [Book("letters", "a" * 40), Book("short", "a")]).spread(20, 4)) == 2
 
 
 def test_a_file_is_read_and_its_faults_are_named(tmp_path):
