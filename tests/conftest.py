@@ -15,6 +15,7 @@ import torch
 from support.gpu_autocast import autocast_of_a_gpu
 from support.interpreter import run_kernels_on_the_cpu
 
+gc.disable()  # until all is collected
 if not torch.cuda.is_available():
     run_kernels_on_the_cpu()
 
@@ -35,20 +36,22 @@ def pytest_itemcollected(item: pytest.Item) -> None:
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     """A case that `slow_except` names and that is gone would leave its test to `make test-slow` alone."""
     cases: dict[str, set[str]] = {}
+    named: dict[str, tuple[str, ...]] = {}
     for item in items:
-        cases.setdefault(item.nodeid.partition("[")[0], set()).add(case_of(item))
-    for item in items:
-        for mark in item.iter_markers("slow_except"):
-            collected = cases[item.nodeid.partition("[")[0]]
-            gone = [pattern for pattern in mark.args if not any(fnmatchcase(case, pattern) for case in collected)]
-            if gone and len(collected) > len(mark.args):
-                raise pytest.UsageError(f"slow_except names cases that do not exist: {gone}")
+        test = item.nodeid.partition("[")[0]
+        cases.setdefault(test, set()).add(case_of(item))
+        if (mark := item.get_closest_marker("slow_except")) is not None:
+            named[test] = mark.args
+    for test, patterns in named.items():
+        gone = [pattern for pattern in patterns if not any(fnmatchcase(case, pattern) for case in cases[test])]
+        if gone and len(cases[test]) > len(patterns):
+            raise pytest.UsageError(f"slow_except names cases that do not exist: {gone}")
 
 
 def pytest_collection_finish() -> None:
-    """What imports and collection made stays: the garbage collector need not walk through it during the tests."""
-    gc.collect()
+    """What imports and collection made stays: the garbage collector need not walk through it, then or in the tests."""
     gc.freeze()
+    gc.enable()
 
 
 def pytest_unconfigure() -> None:

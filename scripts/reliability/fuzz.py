@@ -22,7 +22,7 @@ from ..shared.runs import KeptRuns
 
 ROOT = Path(__file__).parents[2]
 TESTS = "tests/properties"
-TIMES = 4  # as many cases in a round as `make test` checks
+TIMES = 8  # as many cases in a round as `make test` checks
 
 
 def fuzz_once(seed: int, times: int) -> tuple[dict[str, Any], str]:

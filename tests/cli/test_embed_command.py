@@ -2,7 +2,6 @@
 
 import json
 import random
-import shutil
 import sys
 import time
 from functools import cache
@@ -274,6 +273,7 @@ def test_windows_run_in_blocks_unless_something_else_is_asked_for(encoder, tmp_p
         assert not np.allclose(vector, found[name], atol=1e-5)
 
 
+@pytest.mark.slow_except("10.0-clustered")
 @pytest.mark.parametrize(("budget", "best"), [(10.0, "clustered"), (1e-9, None)])
 def test_a_largest_error_chooses_from_the_methods_of_report(budget, best, encoder, tmp_path, monkeypatch):
     """The speeds are given, for a machine's would make another choice each time; the errors are measured."""
@@ -475,33 +475,3 @@ def test_a_killed_run_goes_on_to_the_same_bits(encoder, tmp_path):
     assert "Going on" in result.stderr
     assert (output / "vectors.npy").read_bytes() == (tmp_path / "whole" / "vectors.npy").read_bytes()
     assert (output / "ids.jsonl").read_bytes() == (tmp_path / "whole" / "ids.jsonl").read_bytes()
-
-
-@pytest.mark.slow
-def test_twenty_kills_at_random_moments(encoder, tmp_path):
-    """Of one run after the other, from the model on: one that ends before is compared, and begun anew."""
-    documents = save_documents(tmp_path / "documents", [1 + 7 * n % 60 for n in range(1000)])
-    arguments = [encoder, documents, "--batch-tokens", 64, "--output"]
-
-    def finish(output):
-        begun = time.perf_counter()
-        begin([*arguments, output], tmp_path).result(LONGEST_WAIT_SECONDS)
-        found = [(output / name).read_bytes() for name in ("vectors.npy", "ids.jsonl")]
-        return found, time.perf_counter() - begun
-
-    expected, duration = finish(tmp_path / "whole")
-    output, moments = tmp_path / "killed", random.Random(0)
-    kills, in_the_middle, ended = 0, 0, 0
-    while kills < 20 or in_the_middle < 10:
-        assert kills < 60
-        child = begin([*arguments, output], tmp_path)
-        if child.kill(after=moments.uniform(0, 0.7 * duration)):
-            kills += 1
-            in_the_middle += any(output.glob("shards/*.npy"))
-        else:
-            child.result(LONGEST_WAIT_SECONDS)  # raises where it did not end well
-            assert finish(output)[0] == expected  # it was finished already
-            shutil.rmtree(output)
-            ended += 1
-    assert finish(output)[0] == expected
-    print(f"{kills} kills, {in_the_middle} of them with shards, {ended + 1} runs ended")

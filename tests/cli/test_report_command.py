@@ -158,6 +158,7 @@ def test_an_interruption_keeps_the_page_of_what_was_measured(real_model_folder, 
     assert "1 text of 24 tokens" in text
 
 
+@pytest.mark.slow
 def test_a_patched_model_is_measured_as_it_was_saved(real_model_folder, tmp_path):
     """All layers were measured of a model patched in one; settings that are also a default's were refused as twice."""
     model = AutoModel.from_pretrained(real_model_folder)

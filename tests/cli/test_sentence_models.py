@@ -125,6 +125,7 @@ def test_the_commands_read_a_router_on_the_hub(folders: dict[str, Path], convert
     assert f'(SentenceTransformer, "{USER}/{folders["router"].name}")' in converted["printed"]
 
 
+@pytest.mark.slow_except("MultiVectorEncoder", "CrossEncoder", "SparseEncoder")
 @pytest.mark.parametrize("name", ["mean", "router, static queries", *(kind.__name__ for kind in OTHERS)])
 def test_a_converted_copy_takes_longer_texts(name: str, folders: dict[str, Path], tmp_path: Path) -> None:
     length = 400

@@ -1,6 +1,6 @@
 """Compile for one GPU, without a GPU, every kernel that the ops launch on it, and print what each needs as JSON lines.
 
-    python tests/compile/compile_kernels.py sm_90 bfloat16            # writes what fits into compiled.json
+    python tests/compile/compile_kernels.py sm_90 bfloat16,float32    # writes what fits into compiled.json
     python tests/compile/compile_kernels.py sm_90 bfloat16 --changed  # compiles what is not in it, and writes nothing
 
 The ops run for real on CPU tensors, but a launch only compiles: which kernels, types and configurations are compiled
@@ -9,7 +9,7 @@ is off and Triton's driver is one that names the GPU.
 
 All of it takes a processor more than an hour, so `compiled.json` remembers what fitted: a hash of the kernel's source
 with all that it calls, its configuration, the GPU and the version of Triton up to its patch release. What has not
-changed is not compiled again except, with `--again`, every kernel at `FRESH_HEAD_DIM`.
+changed is not compiled again. `--brief` looks at the commonest head_dim alone.
 """
 
 import hashlib
@@ -18,10 +18,11 @@ import re
 import subprocess
 import sys
 import tempfile
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from functools import partial
 from importlib import import_module
+from itertools import product
 from math import inf
 from pathlib import Path
 from typing import Any
@@ -41,10 +42,10 @@ from hf_effattn.ops.shared.triton.softmax import dot_rows
 from hf_effattn.ops.shared.triton.tiles import load_rows
 
 KIB = 1024
-FRESH_HEAD_DIM = 64
 # Patch releases need the same registers and memory: seen of 3.7.0 and 3.7.1 in machine_code.json.
 TRITON = ".".join(triton.__version__.split(".")[:2])
-HEAD_DIMS = (FRESH_HEAD_DIM, 128, 32, 256, 16)
+COMMONEST = 64
+HEAD_DIMS = (COMMONEST, 128, 32, 256, 16)
 RECORD = Path(__file__).with_name("compiled.json")
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
 
@@ -146,11 +147,10 @@ class Compiler:
 
     Args:
         gpu: name of the GPU, one of `GPUS`.
-        compile_known: whether to compile again what `compiled.json` has at `FRESH_HEAD_DIM`.
     """
 
-    def __init__(self, gpu: str, compile_known: bool) -> None:
-        self.gpu, self.chip, self.compile_known = gpu, GPUS[gpu].chip, compile_known
+    def __init__(self, gpu: str) -> None:
+        self.gpu, self.chip = gpu, GPUS[gpu].chip
         self.known = set(json.loads(RECORD.read_text())["fitted"]) if RECORD.exists() else set()
         self.head_dim = 0
         self.seen: set[str] = set()
@@ -191,8 +191,7 @@ class Compiler:
             return
         self.seen.add(key)
         row: dict[str, Any] = {"kernel": function.__name__, "key": key, "head_dim": self.head_dim}
-        again = self.compile_known and self.head_dim == FRESH_HEAD_DIM
-        if key not in self.known or again:
+        if key not in self.known:
             row |= resources(self.compile(function, *args, grid=None, warmup=True, **kwargs))
             row["constants"] = constants
             row["fits"] = row["spilled"] == 0 and row["shared"] <= self.chip.shared_memory and self.starts(row)
@@ -222,7 +221,7 @@ def attention_calls(head_dim: int, dtype: torch.dtype) -> Iterator[Callable[[], 
         {"length": 16384, "clusters": 100, "topk": 128, "masks": True},
         {"length": 16384, "clusters": 100, "topk": 128, "dropout_p": 0.1},
     ]
-    if head_dim == FRESH_HEAD_DIM:
+    if head_dim == COMMONEST:
         variants.append({"length": 32768, "clusters": 4096, "topk": 1024, "key_heads": 1, "dropout_p": 0.1})
         # Rows that end within a block, lengths and strides that are no multiples of 16.
         variants.append({"length": 1001, "clusters": 33, "topk": 20, "head_dim": 60, "value_dim": 36})
@@ -239,7 +238,7 @@ def attention_calls(head_dim: int, dtype: torch.dtype) -> Iterator[Callable[[], 
         qkv = query, key, value
         yield partial(clustered, *qkv, labels, clusters, 0, *rest)
         yield partial(improved, *qkv, labels, clusters, topk, *rest)
-        if not dropout_p and head_dim != FRESH_HEAD_DIM:
+        if not dropout_p and head_dim != COMMONEST:
             continue  # what takes most registers is left: bi-clustered attention with dropout, masks and exact heads
         exact = torch.ones(1, key_heads, dtype=torch.bool) if dropout_p else None
         mask = torch.ones(1, length, dtype=torch.bool) if dropout_p else mask
@@ -263,7 +262,7 @@ def clustering_calls(head_dim: int, dtype: torch.dtype) -> Iterator[Callable[[],
         labels = torch.zeros(1, 2, length, dtype=torch.int64)
         yield partial(offsets, query, labels, mask, clusters, 2048)
     # Few clusters; and rows that are loaded number by number.
-    query, *_ = tensors(60 if head_dim == FRESH_HEAD_DIM else head_dim, dtype, length=1024, heads=2, key_heads=2)
+    query, *_ = tensors(60 if head_dim == COMMONEST else head_dim, dtype, length=1024, heads=2, key_heads=2)
     yield partial(offsets, query.detach(), torch.zeros(1, 2, 1024, dtype=torch.int64), None, 10, 2048)
 
 
@@ -323,7 +322,7 @@ def causal_calls(head_dim: int, dtype: torch.dtype) -> Iterator[Callable[[], Any
         (head_dim, 4, 1, "bi-clustered", 64, 32, 0.1, True),
         (head_dim, 4, 4, "bi-clustered", 1, 16, 2.0, False),
     ]
-    if head_dim == FRESH_HEAD_DIM:
+    if head_dim == COMMONEST:
         variants += [
             (head_dim, 4, 4, "i-clustered", 16, 1, inf, False),
             (60, 4, 2, "bi-clustered", 10, 7, 0.1, True),
@@ -349,12 +348,12 @@ def start(gpu: str, named: type[NamedGpu] = NamedGpu) -> None:
     settle_hashes()
 
 
-def main(gpu: str, dtype: str, compile_known: bool, record: bool) -> None:
+def main(gpu: str, dtypes: str, head_dims: Sequence[int], record: bool) -> None:
     """Run every call on the named GPU; add what fitted to `compiled.json` unless it is compiled as a test."""
     start(gpu)
-    compiler = Compiler(gpu, compile_known)
+    compiler = Compiler(gpu)
     compiler.install()
-    for compiler.head_dim in HEAD_DIMS:
+    for dtype, compiler.head_dim in product(dtypes.split(","), head_dims):
         for calls in CALLS:
             for call in calls(compiler.head_dim, DTYPES[dtype]):
                 output = call()
@@ -367,5 +366,5 @@ def main(gpu: str, dtype: str, compile_known: bool, record: bool) -> None:
 
 
 if __name__ == "__main__":
-    again, changed = ("--again" in sys.argv), ("--changed" in sys.argv)
-    main(sys.argv[1], sys.argv[2], compile_known=again, record=not again and not changed)
+    changed, brief = "--changed" in sys.argv, "--brief" in sys.argv
+    main(*sys.argv[1:3], HEAD_DIMS[:1] if brief else HEAD_DIMS, record=not changed)

@@ -59,7 +59,7 @@ class Recorder(Compiler):
     """Notes every launch with the code of its kernel."""
 
     def __init__(self) -> None:
-        super().__init__(GPU, compile_known=True)
+        super().__init__(GPU)
         self.launches: list[dict[str, Any]] = []
         self.known_rows: dict[str, dict[str, Any]] = {}
 

@@ -170,7 +170,7 @@ def test_padding_changes_no_logits_and_no_loss_of_a_text(pooling, side):
 
 
 @each_variant
-@pytest.mark.parametrize("N", [1, 2, 3, 5, 7, 26])
+@pytest.mark.parametrize("N", [1, 3, 7, 26])
 def test_any_length(variant, N):
     """Fewer words than clusters, and numbers that are no multiple of it."""
     model = tiny_model(ClusterFormerForMaskedLM, **VARIANTS[variant])
@@ -338,6 +338,14 @@ NOT_CAUSAL = (
 )
 
 
+@pytest.mark.slow_except(
+    "*MaskedLM'>-{}-True-*",
+    "*MaskedLM'>-{'gated': False*'sorting_loss_weight': 0.0}-False-False",
+    "*MaskedLM'>-{'assignment': *-None-False",
+    "*MaskedLM'>-{'gated': False*'attend_centroids': True}-True-True",
+    "*CausalLM'>-{'gated': False, 'cluster_loss_weight': 0.0}-True-False",
+    "*CausalLM'>-{'assignment': 'full'}-None-True",
+)
 @pytest.mark.parametrize("loaded", [False, True])
 @pytest.mark.parametrize(
     ("model_class", "changes", "trained"),
@@ -444,6 +452,7 @@ def test_a_forward_names_what_trainer_shall_pass_on(model_class):
     assert expected <= set(names)
 
 
+@pytest.mark.slow_except("a_cpu-neural", "a_gpu-gated", "a_gpu-weighted_centroids", "a_cpu-lsh", "a_gpu-full")
 @pytest.mark.usefixtures("autocast_rules")
 @pytest.mark.parametrize("variant", VARIANTS)
 def test_autocast_trains(variant):

@@ -102,6 +102,7 @@ def test_gate_and_losses_by_default():
     assert chosen(assignment="full", decoder_assignment="neural") == (False, False, 1e-4, 1e-4)
 
 
+@pytest.mark.slow_except("*-AutoModel", "*-AutoModelForSeq2SeqLM", "*-AutoModelForCausalLM")
 @pytest.mark.parametrize("auto_class", HEADS, ids=lambda c: c.__name__)
 @pytest.mark.parametrize("chosen", [None, False, True])
 def test_models_without_a_decoder_attend_to_the_centroids_by_default(auto_class, chosen, tmp_path):

@@ -31,6 +31,20 @@ def default_device(device):
         torch.set_default_device(None)  # a device here would stay a mode, which torch.compile sees
 
 
+@pytest.mark.slow_except(
+    "*check_fit_score_takes_y",
+    "*check_dtype_object",
+    "*check_estimators_nan_inf",
+    "*check_estimators_pickle",
+    "*check_n_features_in",
+    "*check_clustering",
+    "*check_fit_check_is_fitted",
+    "*check_estimator_sparse_tag",
+    "*check_readonly_memmap_input",
+    "*check_fit2d_1sample",
+    "*check_methods_sample_order_invariance",
+    "*check_methods_subset_invariance",
+)
 @parametrize_with_checks([NeuralClustering(n_clusters=2, max_iter=30, random_state=0)])
 def test_scikit_learn_checks(estimator, check):
     check(estimator)
@@ -56,6 +70,7 @@ def test_progress_is_shown_where_it_is_asked_for(capsys):
     assert capsys.readouterr().err == ""
 
 
+@pytest.mark.slow_except("1e+300")
 @pytest.mark.parametrize("unit", [1e-300, 255.0, 1e300])
 def test_clusters_do_not_depend_on_the_unit_of_the_data(unit):
     """Adam's steps are absolute: on 255 times the data the centroids hardly moved from where they started."""
@@ -68,6 +83,7 @@ def test_clusters_do_not_depend_on_the_unit_of_the_data(unit):
     np.testing.assert_allclose(scaled.transform(unit * X), plain.transform(X), rtol=0, atol=2e-14)
 
 
+@pytest.mark.slow_except("1e-25")
 @pytest.mark.parametrize("unit", [1e-25, 1e37])
 def test_float32_rows_whose_squares_underflow_or_overflow(unit):
     X = directions()[0].astype(np.float32)

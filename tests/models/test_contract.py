@@ -194,6 +194,22 @@ def test_tuples_and_hidden_states(family, auto_class):
     assert torch.equal(model(**inputs, return_dict=True)[0], expected[0])
 
 
+@pytest.mark.slow_except(
+    "CST-paper",
+    "CST-three_levels",
+    "CST-global_tokens",
+    "CST-max_pooling",
+    "CST-global_local",
+    "CST-mlp_separate_projections",
+    "CST-full_with_positions_of_keys",
+    "*-neural",
+    "*-gated_centroids",
+    "*-weighted_centroids",
+    "*-wide_window",
+    "*-kmeans",
+    "*-lsh",
+    "*-full",
+)
 @each_variant
 def test_a_padded_batch_gives_what_its_texts_give(family, variant):
     """Texts without padding, with some on the left, on the right and within, and of padding alone."""
@@ -210,6 +226,20 @@ def test_a_padded_batch_gives_what_its_texts_give(family, variant):
             assert_close_to_reference("padded", padded[row, kept], alone, rtol=2e-14)
 
 
+@pytest.mark.slow_except(
+    "CST-paper",
+    "CST-three_levels",
+    "CST-global_tokens",
+    "CST-whole_extension",
+    "CST-max_pooling",
+    "CST-linear_pooling",
+    "CST-mlp",
+    "CST-separate_projections",
+    "*-neural",
+    "*-gated",
+    "*-dot",
+    "*-short_reach",
+)
 @each_causal_variant
 def test_no_token_changes_what_comes_before_it(family, variant):
     """With every parameter moved from its start; of ClusterFormer later words change the order of sums."""
@@ -226,6 +256,13 @@ def test_no_token_changes_what_comes_before_it(family, variant):
         assert not torch.equal(after[:, t:], before[:, t:])
 
 
+@pytest.mark.slow_except(
+    "CST-*-three_levels-False",
+    "CST-*-global_tokens-True",
+    "*-gated-False",
+    "*-weighted_centroids-True",
+    "*-neural-False",
+)
 @pytest.mark.parametrize("reentrant", [False, True])
 @each_trained
 def test_gradient_checkpointing_gives_the_same_gradients(family, name, variant, reentrant):
@@ -247,7 +284,7 @@ def test_gradient_checkpointing_gives_the_same_gradients(family, name, variant, 
         torch.testing.assert_close(grad, plain[parameter], rtol=0, atol=2e-15 if reentrant else 0)
 
 
-@pytest.mark.slow_except("*-CSTForCausalLM-three_levels", "*-gated_centroids")
+@pytest.mark.slow_except("*-CSTForCausalLM-three_levels")
 @pytest.mark.parametrize(("family", "name", "variant"), LEARNED, ids=str)
 def test_a_batch_is_learned_by_heart(family, name, variant):
     """With dropout, every parameter that is trained among it."""
@@ -327,6 +364,20 @@ def with_a_cache(model, words, mask, prompt, steps):
     return torch.cat(logits, dim=1)
 
 
+@pytest.mark.slow_except(
+    "CST-paper",
+    "CST-three_levels",
+    "CST-global_tokens",
+    "CST-slices_of_one",
+    "CST-parallel",
+    "CST-absolute_positions",
+    "CST-max_pooling",
+    "CST-global_local",
+    "*-neural",
+    "*-gated",
+    "*-full",
+    "*-wide_window_of_single_words",
+)
 @torch.no_grad()
 @each_causal_variant
 def test_cached_logits_equal_recomputation(family, variant):
@@ -342,6 +393,13 @@ def test_cached_logits_equal_recomputation(family, variant):
             assert_close_to_reference(f"prompt of {prompt}", actual, expected, rtol=1e-13)
 
 
+@pytest.mark.slow_except(
+    "CST-global_tokens-3",
+    "CST-three_levels-1",
+    "ClusterFormer-gated-3",
+    "ClusterFormer-neural-1",
+    "ClusterFormer-full-1",
+)
 @pytest.mark.parametrize("beams", [1, 3])
 @some_causal_variants
 def test_generation_with_a_cache_equals_generation_without(family, variant, beams):
@@ -386,7 +444,13 @@ def test_the_cache_follows_its_rows(family, copied):
             assert cache.get_seq_length() == 0
 
 
-@pytest.mark.slow_except("*-prompt lookup", "*-another model")
+@pytest.mark.slow_except(
+    "CST-global_tokens-prompt lookup",
+    "CST-global_tokens-another model",
+    "ClusterFormer-gated-prompt lookup",
+    "ClusterFormer-gated-another model",
+    "ClusterFormer-full-prompt lookup",
+)
 @pytest.mark.parametrize("drafts", ["prompt lookup", "itself", "another model"])
 @some_causal_variants
 def test_assisted_generation_equals_greedy(family, variant, drafts):

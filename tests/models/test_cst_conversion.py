@@ -63,7 +63,7 @@ def merged_with_loops(query, key, value, b, h, extension, causal, attend_ends, m
 @pytest.mark.parametrize("kind", ["none", "right", "holes"])
 @pytest.mark.parametrize("attend_ends", [False, True])
 @pytest.mark.parametrize("causal", [False, True])
-@pytest.mark.parametrize("ratio", [1, 2, 3])
+@pytest.mark.parametrize("ratio", [1, 3])
 def test_merged_form_is_one_softmax(ratio, causal, attend_ends, kind):
     query, key, value = rows()
     mask = mask_of(kind)
@@ -88,7 +88,7 @@ def test_whatever_a_window_covers_is_exact(causal):
 
 
 @pytest.mark.parametrize("form", ["merged", "summed"])
-@pytest.mark.parametrize("ratio", [1, 2, 3])
+@pytest.mark.parametrize("ratio", [1, 3])
 def test_causal_forms_never_look_ahead(form, ratio):
     def run(query, key, value):
         slicing = Slicing(slice_length=L, extension_ratio=ratio, causal=True, attend_ends=form == "merged")
@@ -183,7 +183,7 @@ def test_position_terms_are_added_to_queries_and_keys():
 @pytest.mark.parametrize("kind", ["none", "left", "room"])
 @pytest.mark.parametrize("attend_ends", [False, True])
 @pytest.mark.parametrize("with_terms", [False, True])
-@pytest.mark.parametrize("ratio", [1, 2, 3])
+@pytest.mark.parametrize("ratio", [1, 3])
 def test_a_cache_of_keys_and_values_gives_the_rows_of_the_whole(ratio, with_terms, attend_ends, kind):
     """One query or several over the cache, padding on the left, empty rows of a static cache behind the tokens."""
     query, key, value = rows()

@@ -117,6 +117,7 @@ def test_a_text_is_classified_by_its_mean():
         model(tokens(), output_attentions=True)
 
 
+@pytest.mark.slow_except("a_cpu-paper-torch.bfloat16", "a_gpu-*-torch.bfloat16", "a_gpu-paper-torch.float16")
 @pytest.mark.usefixtures("autocast_rules")
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=str)
 @pytest.mark.parametrize("variant", ["paper", "three_levels", "global_tokens", "mlp", "linear_pooling"])

@@ -26,6 +26,7 @@ def tokens(model):
     return torch.tensor(tokenizer(text, verbose=False)["input_ids"][: 8 * longest]).view(8, longest)
 
 
+@pytest.mark.slow_except("31", "64")
 @torch.no_grad()
 @pytest.mark.parametrize("place", [1, 31, 32, 64, 100, 255])
 def test_no_token_changes_what_comes_before_it(model, tokens, place):

@@ -73,6 +73,7 @@ def test_loss_at_four_times_the_trained_length(model, tokens):
     assert loss(model, tokens[:, :length]) == pytest.approx(exact, rel=0.01)
 
 
+@pytest.mark.slow
 def test_no_token_changes_what_comes_before_it(model, tokens):
     """Bit for bit, in both methods that a user would choose, at places within the first and in later segments."""
     text = tokens[:, :600]

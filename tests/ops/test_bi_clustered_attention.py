@@ -100,6 +100,7 @@ def assert_both_forms_agree(case, **options):
         assert_close_to_reference(name, actual[name], expected[name], rtol=1e-12)
 
 
+@pytest.mark.slow_except("holes-*")
 @each_option
 @pytest.mark.parametrize("masks", MASKS)
 def test_gradients_are_those_of_the_reference(masks, options):
@@ -158,6 +159,7 @@ def test_dropout_of_exact_heads_is_that_of_their_weights(backend):
     assert not torch.equal(kept[0, 0, :100], kept[0, 0, 512:612])  # each part has draws of its own
 
 
+@pytest.mark.slow_except("batched-*", "reference-exact_heads")
 @each_option
 @each_backend
 def test_masked_rows_have_no_influence(backend, options):

@@ -42,6 +42,7 @@ def test_fast_form_equals_reference_with_empty_clusters(method):
     assert_close_to_reference("output", actual, expected, rtol=1e-12)
 
 
+@pytest.mark.slow_except("4-*")
 @pytest.mark.parametrize("method", METHODS[1:])
 @pytest.mark.parametrize("segment_length", [1, 4])
 def test_fast_form_equals_reference_where_weights_are_smaller_than_numbers_can_be(method, segment_length):
@@ -100,6 +101,7 @@ def test_a_window_over_all_is_exact_attention(op, backend, masks):
     assert_exact(op, Case("wide", window=64, masks=masks, key_heads=1, sinks=masks != "left"), backend)
 
 
+@pytest.mark.slow_except("*-batched-*", "none-reference-causal i-clustered")
 @pytest.mark.parametrize("op", CAUSAL[1:], ids=str)
 @each_backend
 @pytest.mark.parametrize("masks", ["none", "left"])

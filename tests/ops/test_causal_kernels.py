@@ -61,6 +61,7 @@ def labels_of_the_reference(monkeypatch):
     monkeypatch.setattr(clusters, "kmeans_labels", labels)
 
 
+@pytest.mark.slow_except("causal clustered-*", "causal bi-clustered-sinks_and_holes")
 @pytest.mark.usefixtures("labels_of_the_reference")
 @each(CAUSAL, cases_of, lambda op, case: case.name in QUICK[op])
 def test_values_and_gradients_equal_the_reference(op, case):
@@ -206,11 +207,11 @@ def drawn_by_kernels(monkeypatch):
     monkeypatch.setattr(reference.Dropout, "__call__", lambda *given: Factors(*given))
 
 
+@pytest.mark.slow
 @pytest.mark.usefixtures("labels_of_the_reference", "drawn_by_kernels")
 @each(
     CAUSAL,
     lambda op: named(KERNEL_CASES, "whole_segments", "grouped_heads", "some_heads_exact", "window_of_many_segments"),
-    lambda op, case: op is CAUSAL[2] and case.name == "whole_segments",
 )
 def test_dropout(op, case):
     case = replace(case, dropout_p=0.3)

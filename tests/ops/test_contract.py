@@ -70,6 +70,7 @@ def test_the_fast_form_equals_the_reference(op, case):
             assert torch.equal(actual[name], expected[name])
 
 
+@pytest.mark.slow_except("*-torch.bfloat16")
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16], ids=str)
 @each(OPS, lambda op: op.low_precision)
 def test_low_precision_is_as_good_as_plain_pytorch(op, case, dtype):
@@ -99,6 +100,7 @@ def test_gradients_of_the_reference_are_those_of_differences(op, case, monkeypat
     assert torch.autograd.gradcheck(run, [inputs[name].requires_grad_() for name in names])
 
 
+@pytest.mark.slow_except("*-batched", "clustered_attention-*")
 @each_backend
 @each_typical(OPS)
 def test_what_masked_rows_hold_changes_nothing(op, case, backend):
@@ -138,6 +140,7 @@ def test_a_padded_batch_gives_what_its_texts_give(op, case, backend, masks):
         torch.testing.assert_close(actual, expected, rtol=0, atol=4e-15)
 
 
+@pytest.mark.slow_except("*-batched", "clustered_attention-*")
 @each_backend
 @each_typical(OPS)
 def test_a_text_of_padding_alone_gives_zeros_and_no_gradient(op, case, backend):

@@ -84,11 +84,25 @@ def cheapest(op, case):
     return cheap(op, case) and op is not CENTROIDS[1]
 
 
+@pytest.mark.slow_except(
+    "clustered_attention-plain",
+    "clustered_attention-holes",
+    "clustered_attention-row_fully_padded",
+    "improved_clustered_attention-one_key_head_and_holes",
+    "improved_clustered_attention-row_fully_padded",
+    "bi_clustered_attention-*",
+    "slice_attention-many_sinks",
+    "slice_attention-causal_extended",
+    "slice_attention-grouped_heads",
+    "sorted_block_attention-*",
+    "neural_clustering-*",
+)
 @each(OPS, lambda op: op.kernel_cases, lambda op, case: case.name in QUICK[op])
 def test_values_and_gradients_equal_the_reference(op, case):
     check_kernels(op, case, op.make(case, torch.float32))
 
 
+@pytest.mark.slow_except("*-torch.bfloat16")
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=str)
 @each(OPS, lambda op: [LOW_PRECISION[op]], cheap)
 def test_low_precision(op, case, dtype):
@@ -143,6 +157,7 @@ def test_large_scores_stay_finite(op, case):
     assert all(tensor.isfinite().all() for tensor in with_gradients(op, case, large, backend="triton").values())
 
 
+@pytest.mark.slow_except("a_gpu-*")
 @pytest.mark.usefixtures("autocast_rules")
 @each(OPS, small_case, lambda op, case: op is CENTROIDS[1])
 def test_autocast_changes_nothing(op, case):
@@ -198,6 +213,7 @@ def test_compiles_as_one_graph(op, case):
         torch.testing.assert_close(tensor, expected[name], **ROUNDING)
 
 
+@pytest.mark.slow_except("clustered_attention-*", "neural_clustering-*")
 @each(ALL, small_case, cheapest)
 def test_registered_with_torch_library(op, case):
     """torch's own checks of what each op, forward and backward, says of its arguments and promises to the compiler."""

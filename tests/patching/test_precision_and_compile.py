@@ -110,6 +110,7 @@ def widen_values(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(DynamicLayer, "update", of_keys)
 
 
+@pytest.mark.slow_except("a_cpu-qwen3-*", "a_gpu-llama-*", "a_gpu-gpt_oss-*")
 @pytest.mark.usefixtures("autocast_rules")
 @pytest.mark.parametrize(
     ("model_type", "dtype", "tolerance"),

@@ -133,7 +133,7 @@ def check_against_reference(case: Case, inputs: Inputs, output: torch.Tensor) ->
 
 @pytest.mark.parametrize("op", OPS)
 def test_every_attention_op(op):
-    property_test(op, check, cases(op), share=80)
+    property_test(op, check, cases(op), share=40)
 
 
 def check_gradients(case: Case) -> None:
@@ -159,7 +159,7 @@ def check_gradients(case: Case) -> None:
 
 @pytest.mark.parametrize("op", OPS)
 def test_gradients_of_every_attention_op(op):
-    property_test(f"gradients of {op}", check_gradients, cases(op), share=40)
+    property_test(f"gradients of {op}", check_gradients, cases(op), share=20)
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=str)

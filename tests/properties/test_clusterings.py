@@ -141,25 +141,25 @@ def check_order(case: Case) -> None:
 
 
 def test_labels_of_queries():
-    property_test("cluster_queries", check_labels, cases("cluster_queries"), share=60)
+    property_test("cluster_queries", check_labels, cases("cluster_queries"), share=30)
 
 
 def test_kmeans():
-    property_test("kmeans", check_kmeans, cases("kmeans"), share=40)
+    property_test("kmeans", check_kmeans, cases("kmeans"), share=20)
 
 
 def test_neural_clustering():
     property_test(
-        "neural_clustering", check_neural_clustering, cases("neural_clustering").map(_with_enough_keys), share=80
+        "neural_clustering", check_neural_clustering, cases("neural_clustering").map(_with_enough_keys), share=40
     )
 
 
 def test_predicted_errors():
-    property_test("predicted_error", check_predicted_error, cases("predicted_error"), share=50)
+    property_test("predicted_error", check_predicted_error, cases("predicted_error"), share=25)
 
 
 def test_orders():
-    property_test("cluster_order", check_order, cases("cluster_order"), share=50)
+    property_test("cluster_order", check_order, cases("cluster_order"), share=25)
 
 
 def _with_enough_keys(case: Case) -> Case:

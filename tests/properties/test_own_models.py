@@ -94,4 +94,4 @@ def check_output(case: Case, run: Run, ids: torch.Tensor, mask: torch.Tensor) ->
 
 @pytest.mark.parametrize("kind", BUILT)
 def test_every_own_model(kind):
-    property_test(kind, check, cases(kind), share=40)
+    property_test(kind, check, cases(kind), share=20)

@@ -238,7 +238,7 @@ def test_every_head_gets_the_cheapest_within_the_budget(model_type: str) -> None
         model(**inputs[0])
 
 
-@pytest.mark.slow_except("bert", "llama")
+@pytest.mark.slow_except("bert")
 @pytest.mark.parametrize("model_type", ["bert", "modernbert", "llama"])
 def test_training_counts_both_passes(model_type: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """Where the backward pass of the middle candidate is free, and that of others is not, heads take it."""

@@ -32,6 +32,7 @@ def saved_base(method, folder):
     return hf_effattn.from_pretrained(AutoModelForSequenceClassification, folder)
 
 
+@pytest.mark.slow_except("bi-clustered", "cst")
 @pytest.mark.compatibility("peft", "LoRA: trained, saved, loaded by `AutoPeftModelFor…`", "runs")
 @pytest.mark.compatibility("peft", "merged adapters", "runs")
 @pytest.mark.parametrize("method", SETTINGS)

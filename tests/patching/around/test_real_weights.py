@@ -71,7 +71,7 @@ def cosine(model, tokens, exact, method, **settings):
     return found.mean()
 
 
-@pytest.mark.slow_except("bi-clustered-128-*", "cst-128-counts7-*")
+@pytest.mark.slow_except("bi-clustered-128-*")
 @pytest.mark.parametrize(("method", "length", "counts", "promised"), PROMISED)
 def test_embeddings_stay_close(bert, excerpts, method, length, counts, promised):
     tokens, books, exact = excerpts(length)
@@ -105,6 +105,7 @@ def test_what_is_closer_than_what(bert):
     assert without_ends > paper + 0.3
 
 
+@pytest.mark.slow_except("bi-clustered-*")
 @pytest.mark.parametrize(("method", "settings"), [("bi-clustered", FEW), ("cst", {"slice_length": 16})])
 def test_padding_changes_nothing(bert, method, settings):
     model, passages = bert

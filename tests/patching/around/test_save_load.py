@@ -27,6 +27,7 @@ FORCED = {"clusters": 6, "min_length": 0}
 pytestmark = pytest.mark.usefixtures("without_gradient")
 
 
+@pytest.mark.slow_except("bert", "bart", "modernbert", "whisper", "embedding_gemma2_text")
 @pytest.mark.parametrize("model_type", mostly_slow(MODEL_TYPES))
 def test_saved_and_loaded(model_type: str, tmp_path: Path, attended: list[str]) -> None:
     method = "bi-clustered"
@@ -115,6 +116,7 @@ def test_a_checkpoint_without_settings(tmp_path: Path) -> None:
         hf_effattn.from_pretrained(tmp_path, AutoModel)
 
 
+@pytest.mark.slow_except("bert", "bart", "modernbert", "whisper", "embedding_gemma2_text", "wav2vec2")
 @pytest.mark.parametrize("model_type", mostly_slow(MODEL_TYPES))
 def test_transformers_own_switch(model_type: str, attended: list[str]) -> None:
     """`attn_implementation=` and `set_attn_implementation` give what `patch_attention` gives."""

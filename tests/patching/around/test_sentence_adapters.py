@@ -156,6 +156,7 @@ LOSSES: dict[str, Any] = {
 }
 
 
+@pytest.mark.slow_except("CachedGISTEmbedLoss", "GISTEmbedLoss")
 @pytest.mark.compatibility("sentence-transformers", "losses with a guide, cached ones", "runs")
 @pytest.mark.parametrize("loss", LOSSES)
 def test_losses_run_model_and_guide_by_the_method(

@@ -286,6 +286,7 @@ def test_adapters_of_the_weights_for_global_tokens_are_called() -> None:
     assert not torch.allclose(model(**inputs)[0], exact, atol=1e-3)
 
 
+@pytest.mark.slow_except("some")
 @pytest.mark.parametrize("global_tokens", ["some", "many"])
 def test_dropout(global_tokens: str) -> None:
     """Weights are dropped with the layer's probability and the others grow by as much: on average nothing changes."""

@@ -237,7 +237,7 @@ def one_layer(kind: str) -> Any:
     return hf_effattn.patch_attention(encoder_of(make_model(kind, **few)), METHOD)
 
 
-@pytest.mark.slow_except("mpnet")
+@pytest.mark.slow
 @pytest.mark.parametrize("kind", ["t5", "umt5", "mpnet", "deberta-v2"])
 @torch.no_grad()
 def test_a_graph_takes_every_length(kind: str) -> None:
@@ -346,6 +346,7 @@ def test_disentangled_attention_against_the_definition(
     check_against(way(disentangled_by_definition), attend, sizes, dtype, monkeypatch, also=(everywhere,))
 
 
+@pytest.mark.slow
 def test_rows_of_disentangled_attention_computed_again_lose_the_same_weights(monkeypatch: pytest.MonkeyPatch) -> None:
     index = (torch.arange(-18, 19) + 5).clamp(0, 9)
     attend = partial(attend_disentangled, index=index, mask=None, scale=0.5, reach=5)

@@ -364,7 +364,7 @@ def test_masks_have_the_precision_of_the_model(kind: str, dtype: torch.dtype) ->
     assert {one.dtype for one in model(**inputs, output_attentions=True).attentions} == {dtype}
 
 
-@pytest.mark.slow_except("rotary bert")
+@pytest.mark.slow
 @pytest.mark.parametrize("kind", ["key", "rotary bert"])
 @torch.no_grad()
 def test_flex_attention_goes_on_with_masks_of_its_own(kind: str) -> None:
