@@ -25,23 +25,28 @@ def case_of(item: pytest.Item) -> str:
     return item.name.partition("[")[2].removesuffix("]")
 
 
+def quick_cases(item: pytest.Item) -> list[str]:
+    """Patterns of `slow_except("id", "*-pattern|another")`, which marks all cases of a test `slow` but those."""
+    mark = item.get_closest_marker("slow_except")
+    return [] if mark is None else "|".join(mark.args).split("|")
+
+
 def pytest_itemcollected(item: pytest.Item) -> None:
-    """`slow_except("id", "*-pattern", ...)` marks all cases of a test `slow` but those."""
-    for mark in item.iter_markers("slow_except"):
-        if not any(fnmatchcase(case_of(item), pattern) for pattern in mark.args):
-            item.add_marker(pytest.mark.slow)
+    patterns = quick_cases(item)
+    if patterns and not any(fnmatchcase(case_of(item), pattern) for pattern in patterns):
+        item.add_marker(pytest.mark.slow)
 
 
 @pytest.hookimpl(tryfirst=True)
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     """A case that `slow_except` names and that is gone would leave its test to `make test-slow` alone."""
     cases: dict[str, set[str]] = {}
-    named: dict[str, tuple[str, ...]] = {}
+    named: dict[str, list[str]] = {}
     for item in items:
         test = item.nodeid.partition("[")[0]
         cases.setdefault(test, set()).add(case_of(item))
-        if (mark := item.get_closest_marker("slow_except")) is not None:
-            named[test] = mark.args
+        if patterns := quick_cases(item):
+            named[test] = patterns
     for test, patterns in named.items():
         gone = [pattern for pattern in patterns if not any(fnmatchcase(case, pattern) for case in cases[test])]
         if gone and len(cases[test]) > len(patterns):

@@ -339,8 +339,7 @@ NOT_CAUSAL = (
 
 
 @pytest.mark.slow_except(
-    "*MaskedLM'>-{}-True-*",
-    "*MaskedLM'>-{'gated': False*'sorting_loss_weight': 0.0}-False-False",
+    "*MaskedLM'>-{}-True-*|*MaskedLM'>-{'gated': False*'sorting_loss_weight': 0.0}-False-False",
     "*MaskedLM'>-{'assignment': *-None-False",
     "*MaskedLM'>-{'gated': False*'attend_centroids': True}-True-True",
     "*CausalLM'>-{'gated': False, 'cluster_loss_weight': 0.0}-True-False",

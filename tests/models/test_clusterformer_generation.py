@@ -157,12 +157,7 @@ def test_a_cache_goes_by_both_of_its_names(own):
 
 
 @pytest.mark.slow_except(
-    "1-None-neural",
-    "1-None-gated",
-    "3-None-gated",
-    "1-4-gated",
-    "3-None-short_reach",
-    "1-4-wide_window_of_single_words",
+    "1-None-neural|1-None-gated|3-None-gated|1-4-gated|3-None-short_reach|1-4-wide_window_of_single_words"
 )
 @each_strict
 @pytest.mark.parametrize(("beams", "chunk"), [(1, None), (3, None), (1, 4)])
@@ -203,11 +198,8 @@ def test_a_language_model_is_a_decoder_whatever_its_config_says():
 
 
 @pytest.mark.slow_except(
-    "1-{'gated': False}-strict",
-    "1-{'gated': True}-paper",
-    "1-{'attend_centroids': True}-strict",
-    "1-*'decoder_assignment': 'full'}-paper",
-    "3-{'gated': True}-strict",
+    "1-{'gated': False}-strict|1-{'gated': True}-paper|1-{'attend_centroids': True}-strict",
+    "1-*'decoder_assignment': 'full'}-paper|3-{'gated': True}-strict",
 )
 @each_causal
 @pytest.mark.parametrize(

@@ -195,20 +195,9 @@ def test_tuples_and_hidden_states(family, auto_class):
 
 
 @pytest.mark.slow_except(
-    "CST-paper",
-    "CST-three_levels",
-    "CST-global_tokens",
-    "CST-max_pooling",
-    "CST-global_local",
-    "CST-mlp_separate_projections",
-    "CST-full_with_positions_of_keys",
-    "*-neural",
-    "*-gated_centroids",
-    "*-weighted_centroids",
-    "*-wide_window",
-    "*-kmeans",
-    "*-lsh",
-    "*-full",
+    "CST-paper|CST-three_levels|CST-global_tokens|CST-max_pooling|CST-global_local",
+    "CST-mlp_separate_projections|CST-full_with_positions_of_keys|*-neural|*-gated_centroids",
+    "*-weighted_centroids|*-wide_window|*-kmeans|*-lsh|*-full",
 )
 @each_variant
 def test_a_padded_batch_gives_what_its_texts_give(family, variant):
@@ -227,18 +216,8 @@ def test_a_padded_batch_gives_what_its_texts_give(family, variant):
 
 
 @pytest.mark.slow_except(
-    "CST-paper",
-    "CST-three_levels",
-    "CST-global_tokens",
-    "CST-whole_extension",
-    "CST-max_pooling",
-    "CST-linear_pooling",
-    "CST-mlp",
-    "CST-separate_projections",
-    "*-neural",
-    "*-gated",
-    "*-dot",
-    "*-short_reach",
+    "CST-paper|CST-three_levels|CST-global_tokens|CST-whole_extension|CST-max_pooling|CST-linear_pooling",
+    "CST-mlp|CST-separate_projections|*-neural|*-gated|*-dot|*-short_reach",
 )
 @each_causal_variant
 def test_no_token_changes_what_comes_before_it(family, variant):
@@ -257,11 +236,7 @@ def test_no_token_changes_what_comes_before_it(family, variant):
 
 
 @pytest.mark.slow_except(
-    "CST-*-three_levels-False",
-    "CST-*-global_tokens-True",
-    "*-gated-False",
-    "*-weighted_centroids-True",
-    "*-neural-False",
+    "CST-*-three_levels-False|CST-*-global_tokens-True|*-gated-False|*-weighted_centroids-True", "*-neural-False"
 )
 @pytest.mark.parametrize("reentrant", [False, True])
 @each_trained
@@ -365,18 +340,8 @@ def with_a_cache(model, words, mask, prompt, steps):
 
 
 @pytest.mark.slow_except(
-    "CST-paper",
-    "CST-three_levels",
-    "CST-global_tokens",
-    "CST-slices_of_one",
-    "CST-parallel",
-    "CST-absolute_positions",
-    "CST-max_pooling",
-    "CST-global_local",
-    "*-neural",
-    "*-gated",
-    "*-full",
-    "*-wide_window_of_single_words",
+    "CST-paper|CST-three_levels|CST-global_tokens|CST-slices_of_one|CST-parallel|CST-absolute_positions",
+    "CST-max_pooling|CST-global_local|*-neural|*-gated|*-full|*-wide_window_of_single_words",
 )
 @torch.no_grad()
 @each_causal_variant
@@ -394,11 +359,7 @@ def test_cached_logits_equal_recomputation(family, variant):
 
 
 @pytest.mark.slow_except(
-    "CST-global_tokens-3",
-    "CST-three_levels-1",
-    "ClusterFormer-gated-3",
-    "ClusterFormer-neural-1",
-    "ClusterFormer-full-1",
+    "CST-global_tokens-3|CST-three_levels-1|ClusterFormer-gated-3|ClusterFormer-neural-1", "ClusterFormer-full-1"
 )
 @pytest.mark.parametrize("beams", [1, 3])
 @some_causal_variants
@@ -445,11 +406,8 @@ def test_the_cache_follows_its_rows(family, copied):
 
 
 @pytest.mark.slow_except(
-    "CST-global_tokens-prompt lookup",
-    "CST-global_tokens-another model",
-    "ClusterFormer-gated-prompt lookup",
-    "ClusterFormer-gated-another model",
-    "ClusterFormer-full-prompt lookup",
+    "CST-global_tokens-prompt lookup|CST-global_tokens-another model|ClusterFormer-gated-prompt lookup",
+    "ClusterFormer-gated-another model|ClusterFormer-full-prompt lookup",
 )
 @pytest.mark.parametrize("drafts", ["prompt lookup", "itself", "another model"])
 @some_causal_variants

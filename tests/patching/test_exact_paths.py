@@ -190,11 +190,7 @@ def attentions(model: Any, batch: Any, *, of_decoder: bool = False) -> tuple[tor
 
 
 @pytest.mark.slow_except(
-    "bert-*",
-    "vit-bi-clustered",
-    "wav2vec2-bi-clustered",
-    "bart-bi-clustered",
-    "modernbert-bi-clustered",
+    "bert-*|vit-bi-clustered|wav2vec2-bi-clustered|bart-bi-clustered|modernbert-bi-clustered",
     "embedding_gemma2_text-bi-clustered",
 )
 @pytest.mark.parametrize("method", APPROXIMATIONS)

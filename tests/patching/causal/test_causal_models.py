@@ -88,9 +88,7 @@ def test_every_causal_model_type_and_method_is_covered() -> None:
 
 
 @pytest.mark.slow_except(
-    "torch.float32-clustered-llama",
-    "torch.float32-i-clustered-llama",
-    "torch.float32-bi-clustered-gpt_oss",
+    "torch.float32-clustered-llama|torch.float32-i-clustered-llama|torch.float32-bi-clustered-gpt_oss",
     "torch.bfloat16-bi-clustered-gpt2",
 )
 @each_model_and_method
