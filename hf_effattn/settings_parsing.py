@@ -20,13 +20,13 @@ def method_of(text: str) -> dict[str, Any]:
         ValueError: a setting without a value.
     """
     method, *settings = text.split() or [""]
-    found: dict[str, Any] = {"method": method}
+    fields: dict[str, Any] = {"method": method}
     for setting in settings:
         name, separator, value = setting.partition("=")
         if not separator or not value:
             raise ValueError(f"a setting is written name=value, got {setting!r} in {text!r}")
-        found[name] = value_of(value)
-    return found
+        fields[name] = value_of(value)
+    return fields
 
 
 def method_text(method: str, settings: Mapping[str, Any]) -> str:

@@ -55,9 +55,9 @@ def demo(
     with mistakes_in_words():
         check_output_file(output)
         new_figure(1, 1)  # raises now, not after a minute, where matplotlib is missing
-        found = run_demo()
-        draw_demo(found).savefig(output, format="png")
-    typer.echo(f"\n{words(found)}\n\nThe picture: {output}")
+        comparison = run_demo()
+        draw_demo(comparison).savefig(output, format="png")
+    typer.echo(f"\n{words(comparison)}\n\nThe picture: {output}")
 
 
 @app.command()
@@ -68,18 +68,18 @@ def methods(as_json: AsJSON = False) -> None:
     kinds = METHODS | {
         f"{name} in decoders": kind for name, kind in DECODER_METHODS.items() if kind is not METHODS[name]
     }
-    found = {name: {field.name: field.default for field in fields(kind)} for name, kind in kinds.items()}
+    listing = {name: {field.name: field.default for field in fields(kind)} for name, kind in kinds.items()}
     if as_json:
-        typer.echo(json.dumps(found, indent=1))
+        typer.echo(json.dumps(listing, indent=1))
         return
     from rich.console import Console
     from rich.table import Table
 
     sharing: dict[tuple[str, str, str], list[str]] = {}  # the methods that have a setting in the same form
-    for name, settings in found.items():
+    for name, settings in listing.items():
         for setting, default in settings.items():
             sharing.setdefault((setting, repr(default), kinds[name].purpose[setting]), []).append(name)
-    headings: dict[tuple[str, ...], str] = {(name,): f"[bold]{name}[/bold]: {kinds[name].summary}" for name in found}
+    headings: dict[tuple[str, ...], str] = {(name,): f"[bold]{name}[/bold]: {kinds[name].summary}" for name in listing}
     headings |= {
         tuple(names): f"[bold]Settings of {', '.join(names)}[/bold]" for names in sharing.values() if names[1:]
     }
@@ -108,11 +108,11 @@ def _own_and_default_methods(model: Any) -> list[dict[str, Any]]:
             "not apply. Compare it with the exact model on your task, or name methods with --method to measure "
             "its exact form"
         )
-    own = {"method": settings.method, **settings.to_dict(), "layers": layers}
-    (candidate,) = make_candidates(own)
+    stored = {"method": settings.method, **settings.to_dict(), "layers": layers}
+    (candidate,) = make_candidates(stored)
     return [
-        own,
-        *(one for one in default_methods(Measured.of(model)) if make_candidates(one)[0].label != candidate.label),
+        stored,
+        *(spec for spec in default_methods(Measured.of(model)) if make_candidates(spec)[0].label != candidate.label),
     ]
 
 
@@ -136,7 +136,7 @@ def report(
     as_json: AsJSON = False,
 ) -> None:
     """Measure what the methods cost and gain on your model and your text: error, output change, time, memory."""
-    chosen = [method_of(one) for one in method or []] or None
+    chosen = [method_of(description) for description in method or []] or None
     wanted = lengths_of(lengths) or ()
     from ..measuring.candidates import make_candidates
     from ..patching.stored import FIELD
@@ -164,20 +164,22 @@ def report(
         loaded = with_positions(loaded, max(wanted))
         with warnings.catch_warnings():
             warnings.filterwarnings("ignore", message="report was interrupted")  # the report says so itself
-            found = measure(loaded, inputs, chosen, max_error=max_error, repeats=repeats, progress=lines_of_progress())
-        for path in [] if output is None else found.save(output):
+            findings = measure(
+                loaded, inputs, chosen, max_error=max_error, repeats=repeats, progress=lines_of_progress()
+            )
+        for path in [] if output is None else findings.save(output):
             typer.secho(f"written: {path}", err=True)
         if html is not None:
             # After Ctrl-C no further pass of the model runs.
-            shown = (loaded, inputs, tokenizer) if found.complete else ()
-            html.write_text(found.to_html(*shown), encoding="utf-8")
+            shown = (loaded, inputs, tokenizer) if findings.complete else ()
+            html.write_text(findings.to_html(*shown), encoding="utf-8")
             typer.secho(f"written: {html}", err=True)
         if as_json:
-            typer.echo(json.dumps(found.to_dict()))
+            typer.echo(json.dumps(findings.to_dict()))
         else:
-            show_table(*report_table(found))
-            typer.echo(f"{table_note(found)}\n\n{found}")
-        if not found.complete:
+            show_table(*report_table(findings))
+            typer.echo(f"{table_note(findings)}\n\n{findings}")
+        if not findings.complete:
             raise typer.Exit(130)
 
 

@@ -29,13 +29,13 @@ def bench(
 
     Random inputs tell nothing about the error on text: measure it with `effattn report` and your model.
     """
-    chosen = [method_of(one) for one in method or []] or None
+    chosen = [method_of(description) for description in method or []] or None
     wanted = lengths_of(lengths) or ()
     from ..measuring.bench import bench as measure
 
     with mistakes_in_words():
         check_output_file(output)
-        found = measure(
+        benchmark = measure(
             wanted,
             chosen,
             batch_size=batch_size,
@@ -47,24 +47,24 @@ def bench(
             repeats=repeats,
             progress=lines_of_progress(),
         )
-    text = json.dumps(found, indent=1)
+    text = json.dumps(benchmark, indent=1)
     if output is not None:
         with mistakes_in_words():
             output.write_text(text + "\n", encoding="utf-8")
     if as_json:
         typer.echo(text)
         return
-    _show(found)
+    _show(benchmark)
 
 
-def _show(found: dict[str, Any]) -> None:
+def _show(benchmark: dict[str, Any]) -> None:
     """The table, and what it was measured on."""
     from ..reporting.numbers import megabytes
     from .tables import show_table
 
-    parts = [part for part in ("forward", "forward_backward") if any(f"{part}_ms" in row for row in found["rows"])]
+    parts = [part for part in ("forward", "forward_backward") if any(f"{part}_ms" in row for row in benchmark["rows"])]
     rows = []
-    for row in found["rows"]:
+    for row in benchmark["rows"]:
         cells = [
             f"{row[f'{part}_speedup']:.2f}× {row[f'{part}_ms']:.1f} ms" if f"{part}_ms" in row else ""
             for part in parts
@@ -75,7 +75,7 @@ def _show(found: dict[str, Any]) -> None:
             cells[0] = "is exact here"
         rows.append([f"{row['length']:,}", row["method"], *cells])
     show_table(["tokens", "attention", *(part.replace("_", " + ") for part in parts), "memory", "error"], rows)
-    at, settings = found["environment"], found["settings"]
+    at, settings = benchmark["environment"], benchmark["settings"]
     typer.echo(
         "Times as fast as the fastest exact kernel, and the memory added, on random inputs: "
         f"B={settings['batch_size']}, H={settings['num_heads']}, D={settings['head_dim']}, {settings['dtype']}, "

@@ -139,9 +139,9 @@ def _reader_of_inputs(model: str) -> Any:
     )
     for kind in kinds:
         try:
-            found = kind.from_pretrained(model)
+            reader = kind.from_pretrained(model)
         except (OSError, ValueError, ImportError, KeyError, TypeError):
             continue  # of another kind, or not there
-        if not isinstance(found, transformers.PreTrainedTokenizerBase) or knows_words(found):
-            return found
+        if not isinstance(reader, transformers.PreTrainedTokenizerBase) or knows_words(reader):
+            return reader
     return None

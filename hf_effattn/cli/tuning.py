@@ -47,7 +47,7 @@ def tune(
     with mistakes_in_words():
         check_output_folder(output)
         new_figure(1, 1)  # raises where matplotlib is missing
-        books = bundled_books() if text is None else [read_book(one) for one in text]
+        books = bundled_books() if text is None else [read_book(path) for path in text]
         loaded, tokenizer, _ = load_model(model)
         stored = getattr(loaded.config, FIELD, None)
         if stored is not None and read_stored(stored)[0].needs_fine_tuning:
@@ -58,7 +58,7 @@ def tune(
         passages = Passages(tokenizer, books)
         inputs = [{"input_ids": ids[None]} for length in wanted for ids in passages.spread(length, texts)]
         loaded = with_positions(loaded, max(wanted))
-        found = calibrate(
+        tuned = calibrate(
             loaded,
             inputs,
             max_error,
@@ -68,11 +68,11 @@ def tune(
             min_length=min_length,
             progress=lines_of_progress(),
         )
-        file = found.save(output)
-        write_atomically(output / "head_settings.png", lambda picture: found.plot().savefig(picture, format="png"))
+        file = tuned.save(output)
+        write_atomically(output / "head_settings.png", lambda picture: tuned.plot().savefig(picture, format="png"))
         typer.secho(f"written: {file} and {output / 'head_settings.png'}", err=True)
-        typer.echo(f"{found}\n\nPatch the model, or any fine-tune of it, with:\n")
+        typer.echo(f"{tuned}\n\nPatch the model, or any fine-tune of it, with:\n")
         # A tolerance is every head's.
-        tolerance = f", tolerance={found.max_error:g}" if error_of == "head" else ""
+        tolerance = f", tolerance={tuned.max_error:g}" if error_of == "head" else ""
         typer.echo(f'    hf_effattn.patch_attention(model, settings="{file}"{tolerance})\n')
         typer.echo("Without tolerance= no pass is checked, which suits texts like those that it was tuned on.")

@@ -80,22 +80,22 @@ def read_split(path: Path, task: GlueTask) -> Dataset:
         names=header,
     )
     names = {task.columns.get(column, column): column for column in (*task.texts, "label")}
-    found = frame[[name for name in names if name in frame]].rename(columns=names)
+    rows = frame[[name for name in names if name in frame]].rename(columns=names)
     kind = ClassLabel(names=list(task.labels)) if task.labels else Value("float32")
-    if "label" not in found:
-        found["label"] = -1 if task.labels else -1.0
+    if "label" not in rows:
+        rows["label"] = -1 if task.labels else -1.0
     elif task.labels:
         numbers = {name: number for number, name in enumerate(task.labels)}
         numbers |= {str(number): number for number in range(len(task.labels))}
-        found["label"] = found["label"].map(numbers)
+        rows["label"] = rows["label"].map(numbers)
     else:
-        found["label"] = pd.to_numeric(found["label"], errors="coerce")
-    broken = found["label"].isna()
+        rows["label"] = pd.to_numeric(rows["label"], errors="coerce")
+    broken = rows["label"].isna()
     if broken.any():
         row = broken.to_list().index(True) + 1
-        raise ValueError(f"{path}: row {row} of {len(found)}, not counting a header, has no label of the task")
-    found["label"] = found["label"].astype("int64" if task.labels else "float32")
-    return Dataset.from_pandas(found, preserve_index=False).cast_column("label", kind)
+        raise ValueError(f"{path}: row {row} of {len(rows)}, not counting a header, has no label of the task")
+    rows["label"] = rows["label"].astype("int64" if task.labels else "float32")
+    return Dataset.from_pandas(rows, preserve_index=False).cast_column("label", kind)
 
 
 def load_glue(name: str, folder: Path | None = None) -> DatasetDict:
@@ -120,11 +120,11 @@ def load_glue(name: str, folder: Path | None = None) -> DatasetDict:
         return load_from_hub(HUB_NAME, name, instead="--data_dir")
     task = TASKS[name]
     splits = {"train": "train", **task.validation, **task.test}
-    found = {
+    files = {
         split: path
         for split, file in splits.items()
         for path in sorted((folder / task.folder).glob(f"{file}.tsv*"))[:1]
     }
-    if not found:
+    if not files:
         raise FileNotFoundError(f"{folder / task.folder} has none of {', '.join(f'{x}.tsv' for x in splits.values())}")
-    return DatasetDict({split: read_split(path, task) for split, path in found.items()})
+    return DatasetDict({split: read_split(path, task) for split, path in files.items()})

@@ -108,13 +108,13 @@ def load_classes(files: Sequence[str], encodings: Sequence[str]) -> Dataset:
         raise ValueError(
             f"--encoding has {len(encodings)} names for {len(files)} class files: give one, or one of each"
         )
-    own = encodings if len(encodings) > 1 else [*encodings] * len(files)
-    found: dict[str, list[Any]] = {"text": [], "label": []}
-    for label, (path, encoding) in enumerate(zip(files, own, strict=True)):
+    file_encodings = encodings if len(encodings) > 1 else [*encodings] * len(files)
+    columns: dict[str, list[Any]] = {"text": [], "label": []}
+    for label, (path, encoding) in enumerate(zip(files, file_encodings, strict=True)):
         lines = lines_of(path, encoding)
-        found["text"] += lines
-        found["label"] += [label] * len(lines)
-    return Dataset.from_dict(found)
+        columns["text"] += lines
+        columns["label"] += [label] * len(lines)
+    return Dataset.from_dict(columns)
 
 
 def load_table(files: list[str]) -> Dataset:
@@ -171,7 +171,7 @@ def with_class_numbers(data: DatasetDict, label_column: str) -> DatasetDict:
         ValueError: texts to train or evaluate on without labels, some of a split of files without, or with other
             classes than those to train on.
     """
-    found = {}
+    numbered = {}
     for split, rows in data.items():
         columns = rows.column_names
         if label_column != "label":
@@ -187,10 +187,10 @@ def with_class_numbers(data: DatasetDict, label_column: str) -> DatasetDict:
             rows = without_labels(rows)
         elif isinstance(rows.features["label"], ClassLabel):
             rows = with_known_classes(rows, split)
-        found[split] = rows
-    labelled = {split: rows for split, rows in found.items() if "label" in rows.column_names}
+        numbered[split] = rows
+    labelled = {split: rows for split, rows in numbered.items() if "label" in rows.column_names}
     if any(isinstance(rows.features["label"], ClassLabel) for rows in labelled.values()):
-        return DatasetDict(found)
+        return DatasetDict(numbered)
     seen = {split: rows.unique("label") for split, rows in labelled.items()}
     for split, labels in seen.items():
         if None in labels:
@@ -206,8 +206,8 @@ def with_class_numbers(data: DatasetDict, label_column: str) -> DatasetDict:
         # A label that is a number is another class's number where the numbers are not 0, 1, 2, …
         features = rows.features.copy()
         features["label"] = kind
-        found[split] = rows.map(lambda row: {"label": kind.str2int(str(row["label"]))}, features=features)
-    return DatasetDict(found)
+        numbered[split] = rows.map(lambda row: {"label": kind.str2int(str(row["label"]))}, features=features)
+    return DatasetDict(numbered)
 
 
 def load_texts(arguments: DataArguments, hold_out: bool = True) -> DatasetDict:

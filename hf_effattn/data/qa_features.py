@@ -115,7 +115,7 @@ def make_windows(
         is_last = window + 1 == len(owners) or owners[window + 1] != owner
         reach = (0 if is_first else starts[0], len(rows["context"][owner]) if is_last else ends[-1])
         first, last = answer_tokens(rows["answers"][owner], starts, ends, reach)
-        found = first <= last
+        has_answer = first <= last
         added.append(
             {
                 "row": numbers[owner],
@@ -123,8 +123,8 @@ def make_windows(
                 "text_start": text_start,
                 "token_starts": starts,
                 "token_ends": ends,
-                "start_positions": text_start + first if found else null,
-                "end_positions": text_start + last if found else null,
+                "start_positions": text_start + first if has_answer else null,
+                "end_positions": text_start + last if has_answer else null,
             }
         )
     return windows | {name: [row[name] for row in added] for name in added[0]}
@@ -193,7 +193,7 @@ def find_answers(
             place = int(window["token_starts"][first]), int(window["token_ends"][last])
             logits = float(start[first]), float(end[last])
             spans[row][place] = max(logits, spans[row].get(place, logits), key=sum)
-    found = {}
+    best_answers = {}
     for question, places, null in zip(questions.select_columns(["id", "context"]), spans, nulls, strict=True):
         answers = []
         for (begin, end), logits in sorted(places.items(), key=lambda item: -sum(item[1])):
@@ -204,8 +204,8 @@ def find_answers(
         answers = answers[:n_best_size]
         if with_null:
             answers.append({"text": "", "answer_start": -1, "logits": null})
-        found[question["id"]] = rank(answers)
-    return found
+        best_answers[question["id"]] = rank(answers)
+    return best_answers
 
 
 def rank(answers: list[dict[str, Any]]) -> list[dict[str, Any]]:

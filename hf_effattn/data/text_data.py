@@ -104,8 +104,8 @@ def blocks(
     def examples(rows: Dataset) -> Iterator[dict[str, np.ndarray]]:
         rest, too_short = np.empty(0, dtype=np.int32), True
         for portion in portions(rows, characters):
-            found = tokenizer(portion, add_special_tokens=False, return_attention_mask=False, verbose=False)
-            tokens = [np.array([*ids, end], dtype=np.int32) for ids in found["input_ids"]]
+            encoded = tokenizer(portion, add_special_tokens=False, return_attention_mask=False, verbose=False)
+            tokens = [np.array([*ids, end], dtype=np.int32) for ids in encoded["input_ids"]]
             stream = np.concatenate([rest, *tokens])
             whole = len(stream) // length * length
             for example in stream[:whole].reshape(-1, length):

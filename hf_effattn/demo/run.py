@@ -55,11 +55,11 @@ class DemoResult:
 
     def nearest(self, attention: str) -> dict[str, float]:
         """The passages nearest to the longest text, with their cosines, the nearest first."""
-        found = {
+        cosines = {
             name: float(cosine_similarity(self.vectors[attention], vector, dim=0))
             for name, vector in self.passages.items()
         }
-        return dict(sorted(found.items(), key=lambda item: -item[1])[:NEAREST])
+        return dict(sorted(cosines.items(), key=lambda item: -item[1])[:NEAREST])
 
     def stayed(self) -> str:
         """How many of the nearest passages are so with either vector."""

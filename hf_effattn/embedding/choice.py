@@ -55,13 +55,13 @@ def fastest_method(
         ValueError: the model has no attention that a method serves, or the budget is no positive number.
     """
     inputs = [
-        {"input_ids": torch.tensor([one]), "attention_mask": torch.ones(1, len(one)).long()} for one in sequences
+        {"input_ids": torch.tensor([ids]), "attention_mask": torch.ones(1, len(ids)).long()} for ids in sequences
     ]
-    found = report(model, inputs, max_error=max_error, repeats=1, memory=False, progress=progress)
-    if not found.complete:
+    findings = report(model, inputs, max_error=max_error, repeats=1, memory=False, progress=progress)
+    if not findings.complete:
         raise KeyboardInterrupt
-    label = found.fastest_within(max_error)
-    if label is None or fmean(found.speedup(one) or 0.0 for one in found.of(label)) <= 1:
+    label = findings.fastest_within(max_error)
+    if label is None or fmean(findings.speedup(measurement) or 0.0 for measurement in findings.of(label)) <= 1:
         return None
-    errors = [one.change.hidden_error or 0.0 for one in found.of(label)]
-    return {**found.methods[label], "hidden_error": max(errors)}
+    errors = [measurement.change.hidden_error or 0.0 for measurement in findings.of(label)]
+    return {**findings.methods[label], "hidden_error": max(errors)}

@@ -166,10 +166,10 @@ class JSONLines:
 
     def _id(self, row: dict[str, Any], number: int) -> Any:
         name = "id" if self.id_field is None else self.id_field
-        found = row.get(name)
-        if found is None and self.id_field is not None:
+        stored_id = row.get(name)
+        if stored_id is None and self.id_field is not None:
             raise UnreadableError(f"no id in the field {self.id_field!r}")
-        return number if found is None else found
+        return number if stored_id is None else stored_id
 
 
 def open_documents(path: Path, text_field: str | None = None, id_field: str | None = None) -> Folder | JSONLines:

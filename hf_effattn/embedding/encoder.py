@@ -51,18 +51,18 @@ class Encoder:
         """
         flat = [sequence for sequences in documents for sequence in sequences]
         parts = [
-            self._run(flat[start:end]) for start, end in fitting_runs([len(one) for one in flat], self.batch_tokens)
+            self._run(flat[start:end]) for start, end in fitting_runs([len(ids) for ids in flat], self.batch_tokens)
         ]
         vectors = torch.cat(parts)
         starts = np.cumsum([0, *(len(sequences) for sequences in documents)])
-        found = []
+        document_vectors = []
         for start, sequences in zip(starts, documents, strict=False):
             mine = vectors[start : start + len(sequences)]
             if len(sequences) > 1:
-                weights = torch.tensor([float(len(one)) for one in sequences], dtype=torch.float64)
+                weights = torch.tensor([float(len(ids)) for ids in sequences], dtype=torch.float64)
                 mine = ((weights / weights.sum()) @ mine)[None]
-            found.append(mine)
-        whole = torch.cat(found)
+            document_vectors.append(mine)
+        whole = torch.cat(document_vectors)
         kept = slice(self.pooling.truncate_dim)
         if not self.pooling.normalize:
             whole = whole[:, kept]
@@ -74,7 +74,7 @@ class Encoder:
     def _run(self, sequences: Sequence[Sequence[int]]) -> torch.Tensor:
         """Pooled vectors `(B, d)` in float64."""
         side = self.tokenizer.padding_side
-        rows = [torch.tensor(one) for one in sequences]
+        rows = [torch.tensor(sequence) for sequence in sequences]
         ids = pad_sequence(rows, batch_first=True, padding_value=self.tokenizer.pad_token_id, padding_side=side)
         mask = pad_sequence([torch.ones_like(row) for row in rows], batch_first=True, padding_side=side)
         inputs = {"input_ids": ids.to(self.model.device), "attention_mask": mask.to(self.model.device)}

@@ -37,7 +37,7 @@ class RunFolder:
         if path.exists() and not path.is_dir():
             raise ValueError(f"--output: {path} is a file; name a folder")
         others = (
-            [one.name for one in path.iterdir() if one.name.removesuffix(PART) not in OWN] if path.is_dir() else []
+            [file.name for file in path.iterdir() if file.name.removesuffix(PART) not in OWN] if path.is_dir() else []
         )
         if others:
             raise ValueError(
@@ -56,8 +56,8 @@ class RunFolder:
             ValueError: another version wrote it, or it is damaged.
         """
         try:
-            found: dict[str, Any] = json.loads((self.path / MANIFEST).read_text(encoding="utf-8"))
-            version = found["format"]
+            manifest: dict[str, Any] = json.loads((self.path / MANIFEST).read_text(encoding="utf-8"))
+            version = manifest["format"]
         except FileNotFoundError:
             return None
         except (ValueError, KeyError, TypeError) as error:
@@ -67,16 +67,16 @@ class RunFolder:
         if version != FORMAT_VERSION:
             what = "update hf_effattn" if version > FORMAT_VERSION else "start anew in another folder"
             raise ValueError(f"{self.path / MANIFEST} has format {version}, and {FORMAT_VERSION} is read: {what}")
-        return found
+        return manifest
 
     def write_manifest(self, **values: Any) -> None:
         """Write it; what is kept beside it is written before."""
         self._write(MANIFEST, [json.dumps({"format": FORMAT_VERSION, **values}, indent=1) + "\n"])
 
-    def write_documents(self, found: Iterable[tuple[Document, int]], skipped: Iterable[Skipped]) -> None:
+    def write_documents(self, documents: Iterable[tuple[Document, int]], skipped: Iterable[Skipped]) -> None:
         """Keep the documents with their numbers of tokens, and the report of those that are skipped or cut."""
-        self._write(DOCUMENTS, (json.dumps([*_values(one), tokens]) + "\n" for one, tokens in found))
-        self._write(SKIPPED, (json.dumps(asdict(one)) + "\n" for one in skipped))
+        self._write(DOCUMENTS, (json.dumps([*_values(document), tokens]) + "\n" for document, tokens in documents))
+        self._write(SKIPPED, (json.dumps(asdict(skip)) + "\n" for skip in skipped))
 
     def documents(self) -> list[tuple[Document, int]]:
         """The documents, with the tokens of each."""
@@ -112,7 +112,7 @@ class RunFolder:
         path = self.path / VECTORS[form]
         width = np.load(self._shard(0), mmap_mode="r").shape[1]
         if form == "npy":
-            rows = (json.dumps({"id": one.id, "tokens": tokens}) + "\n" for one, tokens in documents)
+            rows = (json.dumps({"id": document.id, "tokens": tokens}) + "\n" for document, tokens in documents)
             self._write(IDS, rows)  # first: where the vectors are, everything is
             write_atomically(path, lambda file: _write_npy(file, self._rows(windows), (len(documents), width)))
         else:

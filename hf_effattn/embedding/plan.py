@@ -33,13 +33,13 @@ def fitting_runs(lengths: Sequence[int], batch_tokens: int) -> list[tuple[int, i
         lengths (`Sequence[int]`): tokens of each.
         batch_tokens (`int`): the most tokens of a run; what is longer is a run of its own.
     """
-    found, start, longest = [], 0, 0
+    runs, start, longest = [], 0, 0
     for index, length in enumerate(lengths):
         longest = max(longest, length)
         if index > start and longest * (index + 1 - start) > batch_tokens:
-            found.append((start, index))
+            runs.append((start, index))
             start, longest = index, length
-    return [*found, (start, len(lengths))] if len(lengths) else found
+    return [*runs, (start, len(lengths))] if len(lengths) else runs
 
 
 def plan_windows(lengths: Sequence[int], batch_tokens: int) -> list[list[Batch]]:
@@ -78,8 +78,8 @@ def at_quantiles(lengths: Sequence[int], tokens: Sequence[int], quantiles: Seque
     """Indices, by length in order, of where the given shares of all tokens lie in what is shorter; each once."""
     order = sorted(range(len(lengths)), key=lambda index: (lengths[index], index))
     summed = np.cumsum([tokens[index] for index in order])
-    found = [order[int(np.searchsorted(summed, quantile * summed[-1]))] for quantile in quantiles]
-    return list(dict.fromkeys(found))
+    indices = [order[int(np.searchsorted(summed, quantile * summed[-1]))] for quantile in quantiles]
+    return list(dict.fromkeys(indices))
 
 
 class Pace:

@@ -150,8 +150,8 @@ def stored_pooling(model: str | Path, mode: str | None = None) -> Pooling:
     if config.get("include_prompt") is False:
         raise ValueError(PROMPT_LEFT_OUT.format(model))
     mode = mode or STORED_MODES.get(stored_mode(config))
-    own = ("Transformer", "Normalize") if mode is None else ("Transformer", "Normalize", "Pooling")
-    others = [kind for kind in kinds if kind not in own]
+    loadable = ("Transformer", "Normalize") if mode is None else ("Transformer", "Normalize", "Pooling")
+    others = [kind for kind in kinds if kind not in loadable]
     if others:
         raise ImportError(
             f"{model} ends in layers that sentence-transformers loads ({', '.join(others)}): "
@@ -169,9 +169,9 @@ def stored_pooling(model: str | Path, mode: str | None = None) -> Pooling:
 
 def stored_mode(config: dict[str, Any]) -> str:
     """The mode in a pooling's configuration, by sentence-transformers' name; several are joined with `+`."""
-    found = config.get("pooling_mode")
-    if found is None:
+    mode = config.get("pooling_mode")
+    if mode is None:
         prefix = "pooling_mode_"
         switches = [name.removeprefix(prefix) for name, on in config.items() if name.startswith(prefix) and on is True]
-        found = [STORED_SWITCHES.get(switch, switch) for switch in switches] or ["mean"]
-    return found if isinstance(found, str) else "+".join(found)
+        mode = [STORED_SWITCHES.get(switch, switch) for switch in switches] or ["mean"]
+    return mode if isinstance(mode, str) else "+".join(mode)

@@ -101,23 +101,23 @@ class _Run:
         _ = self.encoder, self.most_tokens
 
     def run(self) -> Path:
-        asked = self._asked()
+        settings = self._asked()
         begun = self.folder.manifest()
         if begun is None:
             self.folder.clear_shards()
             self.progress.say("Reading the documents.")
-            found, skipped = self._scan()
-            self.folder.write_documents(found, skipped)
+            scanned, skipped = self._scan()
+            self.folder.write_documents(scanned, skipped)
             begun = {
                 "model": self.options.model,
-                "asked": asked,
+                "asked": settings,
                 "error_of": ERROR_OF,
-                "chosen": self._choose(found),
-                **_counts(found, skipped),
+                "chosen": self._choose(scanned),
+                **_counts(scanned, skipped),
             }
             self.folder.write_manifest(**begun, finished=False)
         else:
-            _check_same(begun["asked"], asked, self.options.output)
+            _check_same(begun["asked"], settings, self.options.output)
             begun.pop("format")
             if begun.pop("finished"):
                 self.folder.clean()
@@ -231,7 +231,7 @@ class _Run:
     def _scan(self) -> tuple[list[tuple[Document, int]], list[Skipped]]:
         """The documents with the tokens of each, and what is skipped or cut."""
         most, options = self.most_tokens, self.options
-        found, skipped, cut = [], [], 0
+        documents, skipped, cut = [], [], 0
         for document in self.source.documents():
             if isinstance(document, Skipped):
                 skipped.append(document)
@@ -247,20 +247,20 @@ class _Run:
             if is_cut:
                 cut += 1
                 skipped.append(Skipped(document.id, "cut", f"only its first {most:,} tokens are read"))
-            found.append((document, len(sequence)))
-        if not found:
-            self.folder.write_documents(found, skipped)
+            documents.append((document, len(sequence)))
+        if not documents:
+            self.folder.write_documents(documents, skipped)
             why = (
                 f": {options.output / SKIPPED} says why ({len(skipped):,} skipped)" if skipped else ", nothing at all"
             )
             raise ValueError(f"{options.documents} has no document to embed{why}")
         allowed = options.max_length or options.extend_positions or options.chunk or self.limit is None
         if cut and not allowed:
-            first = next(one for one in skipped if one.what == "cut")
+            first = next(skip for skip in skipped if skip.what == "cut")
             raise ValueError(
-                f"{cut:,} of {len(found):,} documents have more than the {most:,} tokens that the model takes (the "
-                f"first is {as_shown(first.id)}): --extend-positions repeats learned positions, --chunk {most} takes "
-                f"the mean of chunks, --max-length {most} cuts"
+                f"{cut:,} of {len(documents):,} documents have more than the {most:,} tokens that the model takes "
+                f"(the first is {as_shown(first.id)}): --extend-positions repeats learned positions, --chunk {most} "
+                f"takes the mean of chunks, --max-length {most} cuts"
             )
         if len(skipped) > cut:
             self.progress.say(f"{count(len(skipped) - cut, 'document')} skipped: {options.output / SKIPPED} says why.")
@@ -268,7 +268,7 @@ class _Run:
             self.progress.say(
                 f"{count(cut, 'document')} cut at {most:,} tokens: {options.output / SKIPPED} names them."
             )
-        return found, skipped
+        return documents, skipped
 
     def _sequences(self, document: Document, tokens: int) -> list[list[int]]:
         """The token ids of a document, in chunks where it is divided."""
@@ -358,7 +358,7 @@ class _Run:
         """Run a batch and keep its vectors; the seconds it took, of a second time where the first was short."""
 
         def run() -> np.ndarray:
-            return self.encoder.encode([self._sequences(*documents[one]) for one in batches[index].documents])
+            return self.encoder.encode([self._sequences(*documents[number]) for number in batches[index].documents])
 
         try:
             vectors, seconds = timed(run, self.model.device)
@@ -379,25 +379,25 @@ class _Run:
         return seconds
 
 
-def _counts(found: Sequence[tuple[Document, int]], skipped: Sequence[Skipped]) -> dict[str, int]:
+def _counts(documents: Sequence[tuple[Document, int]], skipped: Sequence[Skipped]) -> dict[str, int]:
     """What the manifest says of the documents."""
-    kinds = [one.what for one in skipped]
+    kinds = [skip.what for skip in skipped]
     return {
-        "documents": len(found),
-        "tokens": sum(tokens for _, tokens in found),
-        "longest": max(tokens for _, tokens in found),
+        "documents": len(documents),
+        "tokens": sum(tokens for _, tokens in documents),
+        "longest": max(tokens for _, tokens in documents),
         "skipped": kinds.count("skipped"),
         "cut": kinds.count("cut"),
     }
 
 
-def _check_same(begun: dict[str, Any], asked: dict[str, Any], output: Path) -> None:
+def _check_same(begun: dict[str, Any], settings: dict[str, Any], output: Path) -> None:
     """Raise where a run was begun with something else."""
-    differ = [name for name in begun | asked if begun.get(name) != asked.get(name)]
+    differ = [name for name in begun | settings if begun.get(name) != settings.get(name)]
     if differ:
         long = [name for name in differ if len(str(begun.get(name))) > 40]
         changes = [
-            f"{name} changed" if name in long else f"{name}: {begun.get(name)}, now {asked.get(name)}"
+            f"{name} changed" if name in long else f"{name}: {begun.get(name)}, now {settings.get(name)}"
             for name in differ
         ]
         raise ValueError(

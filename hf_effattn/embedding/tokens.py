@@ -59,20 +59,20 @@ class Tokens:
         Returns:
             `(list[int], bool)`: the tokens, and whether the text had more.
         """
-        own = None if max_length is None else self.own_tokens(max_length)
+        room = None if max_length is None else self.own_tokens(max_length)
         ids: list[int] = []
         for portion in portions(_prompted(self._prompt, pieces)):
             # verbose=False: a portion may be longer than the model takes.
             ids += self._tokenizer(portion, add_special_tokens=False, verbose=False)["input_ids"]
-            if own is not None and len(ids) > own:
-                return self._whole(ids[:own]), True
+            if room is not None and len(ids) > room:
+                return self._whole(ids[:room]), True
         return self._whole(ids), False
 
     def chunks(self, sequence: list[int], length: int) -> list[list[int]]:
         """A sequence as chunks of `length` tokens at most, each with the special tokens around it."""
-        own = self.own_tokens(length)
+        room = self.own_tokens(length)
         inner = sequence[len(self._before) : len(sequence) - len(self._after)]
-        return [self._whole(inner[start : start + own]) for start in range(0, max(len(inner), 1), own)]
+        return [self._whole(inner[start : start + room]) for start in range(0, max(len(inner), 1), room)]
 
     def own_tokens(self, length: int) -> int:
         """The tokens of a text in a sequence of `length`.
@@ -80,10 +80,10 @@ class Tokens:
         Raises:
             ValueError: special tokens leave no room.
         """
-        own = length - self.special
-        if own < 1:
+        room = length - self.special
+        if room < 1:
             raise ValueError(f"{length} tokens leave no room for text beside {self.special} special tokens")
-        return own
+        return room
 
     def _whole(self, ids: list[int]) -> list[int]:
         return [*self._before, *ids, *self._after]

@@ -174,7 +174,7 @@ def _name_of(origin: str) -> str:
 def _patched(config: Any) -> Any:
     """The configuration that says how it is patched, of the model or of an encoder inside it; None where none does."""
     configs = [config, *(getattr(config, name, None) for name in config.sub_configs)]
-    return next((one for one in configs if getattr(one, FIELD, None) is not None), None)
+    return next((part for part in configs if getattr(part, FIELD, None) is not None), None)
 
 
 def patch_of(config: Any) -> Method | None:
@@ -265,9 +265,9 @@ def _module_of(config: PreTrainedConfig, name: str) -> str:
 
 def _can_be_patched(config: Any) -> bool:
     """Whether `patch_attention` serves a model of this configuration, or an encoder inside it."""
-    for one in (config, *(getattr(config, name, None) for name in config.sub_configs)):
-        entry = MODEL_TYPES.get(getattr(one, "model_type", ""))
-        if entry is not None and (entry.causal or not getattr(one, "is_decoder", False)):
+    for part in (config, *(getattr(config, name, None) for name in config.sub_configs)):
+        entry = MODEL_TYPES.get(getattr(part, "model_type", ""))
+        if entry is not None and (entry.causal or not getattr(part, "is_decoder", False)):
             return True
     return False
 
@@ -283,7 +283,7 @@ def loaded_from(card: str, path: str) -> str:
         return card
     before, heading, after = card.partition(LOADING)  # what the user wrote before may load another model
     calls = "|".join(["from_pretrained", *module_folders.TASKS])
-    named = re.sub(rf'(\b(?:{calls})\((?:\w+, )?)"[^"\n]*"', lambda found: f'{found[1]}"{path}"', after, count=1)
+    named = re.sub(rf'(\b(?:{calls})\((?:\w+, )?)"[^"\n]*"', lambda match: f'{match[1]}"{path}"', after, count=1)
     return before + heading + named
 
 
@@ -333,19 +333,19 @@ def _candidates(settings: PerHead) -> list[str]:
     """Which settings how many heads run, and how they were found."""
     heads = [index for row in settings.heads for index in row]
     table = [[name, str(heads.count(index))] for index, name in enumerate(candidate_names(settings))]
-    found = [markdown(["settings", "key/value heads"], table)]
+    paragraphs = [markdown(["settings", "key/value heads"], table)]
     made = settings.calibration
     if made is not None and "max_error" in made:
         lengths = ", ".join(f"{length:,}" for length in made["lengths"])
         kept, counted = "Each head has the cheapest that kept the relative L2 error of its attention output", "heads"
         if made["error_of"] == "layer":
             kept, counted = "The heads take the least time in which the layers' mean relative L2 error kept", "texts"
-        found.append(
+        paragraphs.append(
             f"{kept} within {made['max_error']:g} on {made['texts']} texts of {lengths} tokens; of those left out, "
             f"{100 * made['held_out']:.0f}% of the {counted} did, and attention was {made['speed']:.1f} times as fast "
             "as exact attention. The table of heads is in `config.json`."
         )
-    return found
+    return paragraphs
 
 
 def _costs(report: Report) -> str:
@@ -358,10 +358,10 @@ def _results(evaluations: Sequence[EvalResult]) -> str:
     if not evaluations:
         return ""
     rows = []
-    for one in evaluations:
-        split = "" if one.dataset_split is None else f", {one.dataset_split}"
-        value = f"{one.metric_value:.4g}" if isinstance(one.metric_value, float) else str(one.metric_value)
-        rows.append([f"{one.dataset_name}{split}", one.metric_name or one.metric_type, value])
+    for metric in evaluations:
+        split = "" if metric.dataset_split is None else f", {metric.dataset_split}"
+        value = f"{metric.metric_value:.4g}" if isinstance(metric.metric_value, float) else str(metric.metric_value)
+        rows.append([f"{metric.dataset_name}{split}", metric.metric_name or metric.metric_type, value])
     return markdown(["data", "metric", "value"], rows, right=(2,))
 
 

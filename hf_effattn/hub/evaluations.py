@@ -38,13 +38,13 @@ def evaluations_of(
             f"the results must be the names and values in all_results.json, got a {type(results).__name__}: give the "
             "file that a training wrote at its end"
         )
-    found = []
+    evaluations = []
     for name, value in results.items():
-        prefix = next((one for one in PREFIXES if name.startswith(one)), None)
+        prefix = next((start for start in PREFIXES if name.startswith(start)), None)
         metric = name.removeprefix(prefix or "")
         if prefix is None or metric in NOT_METRICS or isinstance(value, bool) or not isinstance(value, int | float):
             continue
-        found.append(
+        evaluations.append(
             EvalResult(
                 task_type=task,
                 dataset_type=dataset,
@@ -55,9 +55,9 @@ def evaluations_of(
                 metric_value=value,
             )
         )
-    if not found:
+    if not evaluations:
         raise ValueError(
             f"no metric among {', '.join(results) or 'nothing'}: give the all_results.json of a run with --do_eval or "
             "--do_predict, whose metrics begin with eval_, test_ or predict_"
         )
-    return found
+    return evaluations

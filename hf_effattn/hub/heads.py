@@ -34,8 +34,8 @@ def auto_class_of(config: Any, architecture: str) -> str | None:
     """
     for name in TASKS:
         mapping = getattr(transformers, name)._model_mapping
-        found = mapping.get(type(config), ())
-        if architecture in [one.__name__ for one in (found if isinstance(found, tuple) else (found,))]:
+        classes = mapping.get(type(config), ())
+        if architecture in [kind.__name__ for kind in (classes if isinstance(classes, tuple) else (classes,))]:
             return name
     return None
 

@@ -72,10 +72,10 @@ def _module_paths(source: str | Path) -> list[str]:
 
 
 def _inside(path: str, file: str, source: str | Path) -> PurePosixPath:
-    found = PurePosixPath(path)
-    if found.is_absolute() or ".." in found.parts:
+    folder = PurePosixPath(path)
+    if folder.is_absolute() or ".." in folder.parts:
         raise ValueError(f"{file} of {source} names a module outside its folder: {path!r}")
-    return found
+    return folder
 
 
 def config_in(source: str | Path) -> PreTrainedConfig | None:

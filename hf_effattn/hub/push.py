@@ -149,8 +149,8 @@ def push_folder(
         repo_id = api.create_repo(repo_id, private=private, exist_ok=True).repo_id
         if revision is not None and not create_pr and not revision.startswith(PULL_REQUESTS):
             api.create_branch(repo_id, branch=revision, exist_ok=True)
-        found = (path for place in places for pattern in PUSHED for path in place.glob(pattern) if path.is_file())
-        paths = {path.relative_to(folder).as_posix(): path for path in sorted(found)}
+        files = (path for place in places for pattern in PUSHED for path in place.glob(pattern) if path.is_file())
+        paths = {path.relative_to(folder).as_posix(): path for path in sorted(files)}
         operations: list[CommitOperationAdd | CommitOperationDelete] = [
             CommitOperationAdd(name, path) for name, path in paths.items() if name != REPOCARD_NAME
         ]

@@ -128,7 +128,7 @@ class CandidateErrors:
         """
         seconds = self.training_seconds if training else self.seconds
         times = [median(taken) for taken in seconds[max(seconds)]]
-        return torch.tensor([torch.inf if one is None else one for one in times])
+        return torch.tensor([torch.inf if cost is None else cost for cost in times])
 
 
 def text_squares(exact: torch.Tensor, other: torch.Tensor, rows: torch.Tensor | None) -> torch.Tensor:

@@ -51,7 +51,7 @@ def exact_kernels(
     """The kernels that take these inputs, by name, and why the others don't."""
     candidates: dict[str, Callable[..., torch.Tensor]] = {CHOSEN_BY_TORCH: F.scaled_dot_product_attention}
     # On a CPU there are two, and SDPA itself takes the faster one.
-    named = BACKENDS.items() if query.is_cuda else ((name, one) for name, one in BACKENDS.items() if one is QUADRATIC)
+    named = BACKENDS.items() if query.is_cuda else ((name, sdp) for name, sdp in BACKENDS.items() if sdp is QUADRATIC)
     candidates |= {name: partial(sdpa, backend) for name, backend in named}
     candidates["flash-attn"] = flash_attention
     usable, refused = {}, {}

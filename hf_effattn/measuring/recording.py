@@ -105,8 +105,8 @@ def recording_attention(
         query, key, value, positions = rows.split(query, key, value)
 
     def exact() -> torch.Tensor:
-        asked = {"dropout": dropout, "scaling": scaling, "sinks": sinks}
-        return sdpa_path(module, query, key, value, attention_mask, **asked, **kwargs)
+        options = {"dropout": dropout, "scaling": scaling, "sinks": sinks}
+        return sdpa_path(module, query, key, value, attention_mask, **options, **kwargs)
 
     sinks = kwargs.pop("s_aux", None)
     watch = _watched.get(module)

@@ -10,7 +10,7 @@ from transformers.modeling_outputs import BaseModelOutputWithPast
 
 OLD, NEW = "past_key_values", "cache"
 # As the outputs of the installed transformers name it, which warn of the old name where they have the new one.
-IN_OUTPUTS = NEW if NEW in {one.name for one in fields(BaseModelOutputWithPast)} else OLD
+IN_OUTPUTS = NEW if NEW in {field.name for field in fields(BaseModelOutputWithPast)} else OLD
 
 Returned = TypeVar("Returned")
 
@@ -34,8 +34,8 @@ def takes_cache(method: Callable[..., Returned]) -> Callable[..., Returned]:
 
     # `generate` looks in the signature for what it may hand on.
     both = signature(method)
-    parameters = [one for one in both.parameters.values() if one.kind is not Parameter.VAR_KEYWORD]
-    rest = [one for one in both.parameters.values() if one.kind is Parameter.VAR_KEYWORD]
+    parameters = [parameter for parameter in both.parameters.values() if parameter.kind is not Parameter.VAR_KEYWORD]
+    rest = [parameter for parameter in both.parameters.values() if parameter.kind is Parameter.VAR_KEYWORD]
     named = Parameter(NEW, Parameter.KEYWORD_ONLY, default=None)
     call.__signature__ = both.replace(parameters=[*parameters, named, *rest])  # type: ignore[attr-defined]
     return call

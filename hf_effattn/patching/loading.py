@@ -276,7 +276,7 @@ def _take_settings(auto_class: Any, method: str | None, kwargs: dict[str, Any]) 
         )
     method = method or implementation
     kinds = (False, True)
-    known = {name for one in METHODS for causal in kinds for name in setting_names(one, causal=causal)}
+    known = {name for method_name in METHODS for causal in kinds for name in setting_names(method_name, causal=causal)}
     settings = {name: kwargs.pop(name) for name in sorted(known) if name in kwargs}
     if method is not None:
         methods_for(method, kinds, **settings)  # a mistake in the settings is cheaper to learn before the weights load

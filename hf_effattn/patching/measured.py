@@ -33,7 +33,7 @@ def measured_error(model: nn.Module) -> dict[int, MeasuredError]:
         >>> hf_effattn.measured_error(model)[0].error.shape == (1, model.config.num_attention_heads)
         True
     """
-    stacks = [stack for stack in find_stacks(model) if any(measurements_of(one).calls for one in stack.modules)]
+    stacks = [stack for stack in find_stacks(model) if any(measurements_of(module).calls for module in stack.modules)]
     patched = any(
         patch is not None and patch.method is not None and patch.method.tolerance is not None
         for patch in (vars(module).get(RECORD) for module in model.modules())
@@ -51,7 +51,7 @@ def measured_error(model: nn.Module) -> dict[int, MeasuredError]:
     by_layer: dict[int, MeasuredError] = {}
     for module, layers in zip(stacks[0].modules, stacks[0].layers, strict=True):
         kept = measurements_of(module).calls
-        by_layer |= {layer: one for layer, one in zip(layers[-len(kept) :], kept, strict=False) if one is not None}
+        by_layer |= {layer: call for layer, call in zip(layers[-len(kept) :], kept, strict=False) if call is not None}
     return by_layer
 
 

@@ -81,8 +81,8 @@ def _without(kind: Any, exact: Any, patched: Any) -> Any:
         return kind.__bases__[0]
     # What came after the patch, as FSDP's does: the same over another base.
     bases = tuple(_without(base, exact, patched) for base in kind.__bases__)
-    own = {name: value for name, value in vars(kind).items() if name not in ("__dict__", "__weakref__")}
-    return type(kind.__name__.replace(patched.__name__, exact.__name__), bases, own)
+    namespace = {name: value for name, value in vars(kind).items() if name not in ("__dict__", "__weakref__")}
+    return type(kind.__name__.replace(patched.__name__, exact.__name__), bases, namespace)
 
 
 def change_class(module: nn.Module, kind: type[nn.Module]) -> None:

@@ -25,7 +25,7 @@ _OF_USE = FIELD, "_name_or_path", "transformers_version", "dtype", "use_cache"
 
 def remember(part: PreTrainedModel, model: nn.Module) -> None:
     """Remember a patched model, `part`, which is the model that was loaded or a part of it."""
-    loaded = (one.config.name_or_path for one in model.modules() if isinstance(one, PreTrainedModel))
+    loaded = (module.config.name_or_path for module in model.modules() if isinstance(module, PreTrainedModel))
     _PATCHED[part] = next((name for name in loaded if name), "")
 
 
@@ -70,5 +70,5 @@ def _is_of_one_checkpoint(config: PreTrainedConfig, patched: PreTrainedConfig, c
         return False
     if config.name_or_path or patched.name_or_path:
         return bool(config.name_or_path == patched.name_or_path)
-    first, second = ({k: v for k, v in one.to_dict().items() if k not in _OF_USE} for one in (config, patched))
+    first, second = ({k: v for k, v in side.to_dict().items() if k not in _OF_USE} for side in (config, patched))
     return first == second

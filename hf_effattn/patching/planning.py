@@ -59,8 +59,8 @@ def plan_patches(model: nn.Module, method: str, settings: dict[str, Any], layers
     chosen = methods_for(method, {stack.causal for stack in stacks}, **settings)
     fitting = [(stack, chosen[stack.causal]) for stack in stacks if stack.causal in chosen]
     if len(fitting) > 1:  # settings of heads are for the part that was calibrated
-        fitting = [(stack, own) for stack, own in fitting if own.is_for(stack)] or fitting
-    plans = [plan_patch(stack, own, layers) for stack, own in fitting]
+        fitting = [(stack, stack_method) for stack, stack_method in fitting if stack_method.is_for(stack)] or fitting
+    plans = [plan_patch(stack, stack_method, layers) for stack, stack_method in fitting]
     for plan in plans:
         _check_not_wrapped(model, plan)
     cut = None if isinstance(model, PreTrainedModel) else cut_at(model)
@@ -166,8 +166,8 @@ def plan_patch(stack: Stack, method: Method, layers: Any) -> PatchPlan:
     chosen = check_layers(layers, stack.depth)
     without = [layer for layer in chosen if not any(layer in served for served in stack.layers)]
     if without:
-        own = stack.unknown.get(without[0])
-        lacks = "no attention" if own is None else f"attention of its own ({type(own).__name__})"
+        unknown = stack.unknown.get(without[0])
+        lacks = "no attention" if unknown is None else f"attention of its own ({type(unknown).__name__})"
         raise ValueError(
             f"layer {without[0]} of {name} has {lacks}; its layers with full attention are {_full_layers(stack)}"
         )

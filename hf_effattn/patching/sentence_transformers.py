@@ -138,18 +138,18 @@ def document_modules(model: Any) -> list[Any]:
     Raises:
         ValueError: a Router without a route for documents, or whose documents go through no transformers model.
     """
-    found: list[Any] = []
+    modules: list[Any] = []
     for module in model.children():
         if hasattr(module, "sub_modules"):  # a Router
-            found += module.sub_modules[document_route(module)]
+            modules += module.sub_modules[document_route(module)]
         else:
-            found.append(module)
-    if not isinstance(getattr(found[0], "auto_model", None), PreTrainedModel):
+            modules.append(module)
+    if not isinstance(getattr(modules[0], "auto_model", None), PreTrainedModel):
         raise ValueError(
-            f"{type(model).__name__} reads documents by {type(found[0]).__name__}, which is no transformers model and "
-            "has no attention: name a model whose first module is a Transformer"
+            f"{type(model).__name__} reads documents by {type(modules[0]).__name__}, which is no transformers model "
+            "and has no attention: name a model whose first module is a Transformer"
         )
-    return found
+    return modules
 
 
 def after_loading_and_saving(
@@ -184,8 +184,8 @@ class _Import(MetaPathFinder):
         if fullname != LOADER_MODULE:
             return None
         others = (finder for finder in sys.meta_path if finder is not self)
-        found = (finder.find_spec(fullname, path, target) for finder in others if hasattr(finder, "find_spec"))
-        spec = next((one for one in found if one is not None), None)
+        specs = (finder.find_spec(fullname, path, target) for finder in others if hasattr(finder, "find_spec"))
+        spec = next((candidate for candidate in specs if candidate is not None), None)
         if spec is not None and spec.loader is not None:
             spec.loader.exec_module = partial(self._execute, spec.loader.exec_module)  # type: ignore[method-assign]
         return spec

@@ -87,21 +87,21 @@ def _places(module: nn.Module) -> list[dict[Any, Any]]:
     return [vars(module), module._modules, *chain.from_iterable(hooks_of(vars(module)))]
 
 
-def _is_ours(one: Any) -> bool:
+def _is_ours(hook: Any) -> bool:
     """Whether a hook, or the class of a module, is patching's."""
-    return bool(getattr(one, "__module__", "").startswith(__package__))
+    return bool(getattr(hook, "__module__", "").startswith(__package__))
 
 
 def _traces(module: nn.Module) -> list[dict[Any, Any]]:
     """What patching has left on a module: of each of `_places` the entries that are its own."""
-    found: list[dict[Any, Any]] = [
+    entries: list[dict[Any, Any]] = [
         {name: value for name, value in vars(module).items() if name.startswith(ATTRIBUTES)},
         {name: child for name, child in module._modules.items() if name.startswith(ADDED)},
     ]
     for hooks, with_kwargs in hooks_of(vars(module)):
         ours = {key: hook for key, hook in hooks.items() if _is_ours(hook)}
-        found += [ours, {key: with_kwargs[key] for key in ours if key in with_kwargs}]
-    return found
+        entries += [ours, {key: with_kwargs[key] for key in ours if key in with_kwargs}]
+    return entries
 
 
 def _put_back(place: dict[Any, Any], before: dict[Any, Any], now: dict[Any, Any]) -> None:

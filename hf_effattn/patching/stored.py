@@ -147,8 +147,8 @@ def read_settings(settings: Any, method: str | None = None, **overrides: Any) ->
     named = settings["method"]
     if method not in (None, named):
         raise ValueError(f'{where} holds settings of "{named}", and the method asked for is "{method}": leave one out')
-    method, layers, found = read_fields(dict(settings), method)
-    return method, layers, found | overrides
+    method, layers, fields = read_fields(dict(settings), method)
+    return method, layers, fields | overrides
 
 
 def _read_file(path: Path) -> Any:
@@ -163,15 +163,15 @@ def _read_file(path: Path) -> Any:
             )
         path = _from_hub(str(path))
     try:
-        found = json.loads(path.read_text(encoding="utf-8"))
+        stored = json.loads(path.read_text(encoding="utf-8"))
     except ValueError as error:
         raise ValueError(f"{path} is no JSON ({error}): name the file that hf_effattn.calibrate saved") from None
-    return found.get(FIELD) if isinstance(found, dict) and path.name == "config.json" else found
+    return stored.get(FIELD) if isinstance(stored, dict) and path.name == "config.json" else stored
 
 
 def _from_hub(name: str) -> Path:
-    found = cached_file(name, SETTINGS_FILE, _raise_exceptions_for_missing_entries=False)
-    return Path(found or cached_file(name, "config.json"))
+    settings_file = cached_file(name, SETTINGS_FILE, _raise_exceptions_for_missing_entries=False)
+    return Path(settings_file or cached_file(name, "config.json"))
 
 
 def check_layers(layers: Any, count: int) -> tuple[int, ...]:

@@ -153,7 +153,7 @@ class MethodOutput:
         return torch.stack([(computed - exact).square().sum(dim=3), exact.square().sum(dim=3)])
 
     def _exact_rows(
-        self, query: torch.Tensor, mask: torch.Tensor | None, computed: torch.Tensor, asked: torch.Tensor | None
+        self, query: torch.Tensor, mask: torch.Tensor | None, computed: torch.Tensor, wanted: torch.Tensor | None
     ) -> torch.Tensor:
         """Exact attention of queries `(B, H, S, D)`; of heads that are exact or not asked for what was `computed`."""
         group, scale, width = query.shape[1] // self.key.shape[1], self.scale, computed.shape[3]
@@ -168,8 +168,8 @@ class MethodOutput:
         exact = computed.clone()
         heads = list(range(query.shape[1]) if self.heads is None else self.heads)
         pairs = [(text, head) for text in range(len(query)) for head in heads]
-        if asked is not None:
-            pairs = [pair for pair, counts in zip(pairs, asked[:, heads].flatten().tolist(), strict=True) if counts]
+        if wanted is not None:
+            pairs = [pair for pair, counts in zip(pairs, wanted[:, heads].flatten().tolist(), strict=True) if counts]
         if mask is not None:
             mask = mask.expand(len(query), -1, query.shape[2], -1)
 
@@ -196,13 +196,13 @@ class MethodOutput:
         group = self.query.shape[1] // self.key.shape[1]
         result = self.result.clone()
         for text in heads.any(dim=1).nonzero()[:, 0].tolist():
-            one, chosen = slice(text, text + 1), heads[text].nonzero()[:, 0]
+            row, chosen = slice(text, text + 1), heads[text].nonzero()[:, 0]
             shared = chosen // group
-            mask = None if self.key_mask is None else self.key_mask[one]
+            mask = None if self.key_mask is None else self.key_mask[row]
             exact = exact_attention(
-                self.query[one, chosen],
-                self.key[one, shared],
-                self.value[one, shared],
+                self.query[row, chosen],
+                self.key[row, shared],
+                self.value[row, shared],
                 visible_keys(mask, self.query.shape[2], causal=self.causal),
                 scale=self.scale,
                 dropout_p=0.0,

@@ -94,7 +94,7 @@ def reach_of(mask_function: Callable) -> tuple[float, float] | None:
         return cell.cell_contents - 1, cell.cell_contents - 1
     if code not in (_INTERSECTION, _UNION):
         return None
-    reaches = [reach_of(one) for one in cell.cell_contents]
+    reaches = [reach_of(part) for part in cell.cell_contents]
     if not reaches or None in reaches:
         return None
     nearest: Any = min if code is _INTERSECTION else max
@@ -122,8 +122,8 @@ _NEARER = _nearer(1).__code__
 
 
 def _is_alike(code: CodeType, other: CodeType) -> bool:
-    def read(one: CodeType) -> tuple[Any, ...]:
-        return one.co_code, one.co_names, [const for const in one.co_consts if not isinstance(const, str | None)]
+    def read(body: CodeType) -> tuple[Any, ...]:
+        return body.co_code, body.co_names, [const for const in body.co_consts if not isinstance(const, str | None)]
 
     return read(code) == read(other)
 

@@ -81,7 +81,7 @@ def text_to_draw(model: PreTrainedModel, inputs: Any, tokenizer: Any = None) -> 
     measured = Measured.of(model)
     if not measured.layers:
         raise NothingToDraw("all layers see a sliding window")
-    own = [index for index, is_special in enumerate(special) if not is_special] or list(range(len(places)))
+    text_tokens = [index for index, is_special in enumerate(special) if not is_special] or list(range(len(places)))
     masks_the_future = any(is_causal(module) for stack in measured.stacks for module in stack.modules)
     question = [index for index, place in enumerate(places) if segments[place] == 0] if 1 in segments else []
     return DrawnText(
@@ -94,7 +94,7 @@ def text_to_draw(model: PreTrainedModel, inputs: Any, tokenizer: Any = None) -> 
         without_marks([str(token) for token in tokens], special),
         special,
         # Where the future is masked the first tokens see too few others: nothing is approximated there yet.
-        question or (own[-DRAWN_ROWS:] if masks_the_future else own[:DRAWN_ROWS]),
+        question or (text_tokens[-DRAWN_ROWS:] if masks_the_future else text_tokens[:DRAWN_ROWS]),
         int(valid.sum()),
     )
 

@@ -145,10 +145,10 @@ class Findings:
         """
         best: tuple[float, str] | None = None
         for label in self.methods:
-            found = self.of(label)
-            errors = [m.change.hidden_error for m in found]
-            speedups = [self.speedup(m) for m in found]
-            if len(found) < len(self.inputs) or not found or all(m.why_exact == "settings" for m in found):
+            measured = self.of(label)
+            errors = [m.change.hidden_error for m in measured]
+            speedups = [self.speedup(m) for m in measured]
+            if len(measured) < len(self.inputs) or not measured or all(m.why_exact == "settings" for m in measured):
                 continue
             if any(error is None or not error <= max_error for error in errors):  # NaN keeps to no budget
                 continue

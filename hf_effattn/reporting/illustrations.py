@@ -60,7 +60,7 @@ def illustrate(report: Findings) -> list[Section]:
     methods = ", ".join(report.methods)
     cost = Section("Time and memory", "Neither times nor memory of the whole model were measured.")
     for part, name, words in (("time", "forward_seconds", "Time"), ("memory", "forward_peak_bytes", "Peak memory")):
-        if any(one[name] for one in metrics):
+        if any(row[name] for row in metrics):
             alt = f"{words} of a forward pass against the length, exact attention and {methods}."
             cost.pictures.append(_picture(draw_cost(report, parts=[part]), alt))
             cost.text = "Both axes are logarithmic; the dashed line is exact attention."

@@ -158,7 +158,7 @@ class _MeasureInput:
     candidates: dict[str, Candidate]
     plans: dict[str, list[PatchPlan]]
     batch: dict[str, Any]
-    found: Report
+    report: Report
     repeats: int
     memory: bool
     advance: Callable[[str], None]
@@ -170,7 +170,7 @@ class _MeasureInput:
     def __post_init__(self) -> None:
         self.model, self.stacks = self.subject.model, self.subject.stacks
         paths = {module: path for path, module in self.model.named_modules()}
-        self.encoder_of = {module: paths[one.model] for one in self.stacks for module in one.modules}
+        self.encoder_of = {module: paths[stack.model] for stack in self.stacks for module in stack.modules}
         # The method of each module, without the modules that stay exact.
         self.patched = {
             label: {
@@ -187,7 +187,7 @@ class _MeasureInput:
     def run(self) -> None:
         # The patch of another method takes away what a conversion was trained with.
         self.put_back()
-        if self.found.layers:
+        if self.report.layers:
             with recording(self.subject, self._watch_attention):
                 run_model(self.model, self.batch)
         elif SOUND & self.batch.keys() and (heard := [stack for stack in self.stacks if reads_sound(stack.model)]):
@@ -212,7 +212,7 @@ class _MeasureInput:
             calls[label] = seen.exact if method is None else self._attention_call(method, seen)
         if is_first and (self.repeats or self.memory):
             self._warm_up(calls, seen.query.device)
-        for done in range(max(1, math.ceil(self.repeats / len(self.found.layers)))):
+        for done in range(max(1, math.ceil(self.repeats / len(self.report.layers)))):
             seconds = {}
             for label, call in calls.items():
                 output, seconds[label] = timed(call, seen.query.device)
@@ -256,19 +256,19 @@ class _MeasureInput:
     def _start(self, key_mask: torch.Tensor | None) -> None:
         self.key_mask = key_mask
         shapes = {name: list(value.shape) for name, value in self.batch.items() if isinstance(value, torch.Tensor)}
-        self.measured = {label: Measurement(len(self.found.inputs), label) for label in (UNPATCHED, *self.candidates)}
-        self.found.inputs.append(MeasuredInput(0, 0, 0, shapes))
-        self.found.measurements.extend(self.measured.values())
+        self.measured = {label: Measurement(len(self.report.inputs), label) for label in (UNPATCHED, *self.candidates)}
+        self.report.inputs.append(MeasuredInput(0, 0, 0, shapes))
+        self.report.measurements.extend(self.measured.values())
 
     def _note_size(self, batch_size: int, length: int, key_mask: torch.Tensor | None) -> None:
-        measured = self.found.inputs[-1]
+        measured = self.report.inputs[-1]
         measured.batch_size, measured.length = batch_size, length
         measured.valid_tokens = batch_size * length if key_mask is None else int(key_mask.sum())
 
     def _note_length(self, seen: SeenAttention) -> None:
         """Note how many tokens a layer sees, which may differ among encoders, and which methods that makes exact."""
         B, _, N, _ = seen.query.shape
-        measured = self.found.inputs[-1]
+        measured = self.report.inputs[-1]
         if measured.length < N:
             self._note_size(B, N, seen.key_mask)
         if len(self.stacks) > 1:
@@ -317,7 +317,7 @@ class _MeasureInput:
                 exact = output
             else:
                 measurement.change = output_change(exact, output, self.key_mask)
-            self.advance(f"output with {label}, {self.found.inputs[-1].length:,} tokens")
+            self.advance(f"output with {label}, {self.report.inputs[-1].length:,} tokens")
 
     def _time_forward(self) -> None:
         if not self.repeats:
@@ -328,7 +328,7 @@ class _MeasureInput:
             self.repeats,
             before={label: lambda label=label: self._switch_to(label) for label in self.measured},  # type: ignore[misc]
             seconds={label: measurement.forward_seconds for label, measurement in self.measured.items()},
-            after_call=lambda: self.advance(f"forward pass, {self.found.inputs[-1].length:,} tokens"),
+            after_call=lambda: self.advance(f"forward pass, {self.report.inputs[-1].length:,} tokens"),
         )
 
 

@@ -74,18 +74,18 @@ class Passages:
         Raises:
             ValueError: fewer than three pairs in all.
         """
-        own = self._own_tokens(length)
+        room = self._own_tokens(length)
         first, second, names = [], [], []
         for name, ids in zip(self.names, self._ids, strict=True):
-            count = min(per_book, len(ids) // (2 * own))
+            count = min(per_book, len(ids) // (2 * room))
             for index in range(count):
                 start = index * (len(ids) // count)
-                first.append(self._passage(ids[start : start + own]))
-                second.append(self._passage(ids[start + own : start + 2 * own]))
+                first.append(self._passage(ids[start : start + room]))
+                second.append(self._passage(ids[start + room : start + 2 * room]))
                 names.append(name)
         if len(first) < 3:
             raise ValueError(
-                f"the text is too short: three pairs of passages of {length} tokens need {6 * own:,} tokens, it has "
+                f"the text is too short: three pairs of passages of {length} tokens need {6 * room:,} tokens, it has "
                 f"{sum(map(len, self._ids)):,}; give a longer --text or shorter --lengths"
             )
         return torch.tensor(first), torch.tensor(second), names
@@ -96,14 +96,14 @@ class Passages:
         Raises:
             ValueError: no book is so long.
         """
-        own = self._own_tokens(length)
+        room = self._own_tokens(length)
         ids = max(self._ids, key=len)
-        if len(ids) < own:
+        if len(ids) < room:
             raise ValueError(
                 f"the text is too short: {length:,} tokens are asked for, the longest text has {len(ids):,}; give a "
                 "longer --text or shorter --lengths"
             )
-        return torch.tensor([self._passage(ids[:own])])
+        return torch.tensor([self._passage(ids[:room])])
 
     def spread(self, length: int, count: int) -> list[torch.Tensor]:
         """Passages that do not overlap, `(length,)` each, in turn from all books, from places spread over each.
@@ -115,25 +115,25 @@ class Passages:
         Raises:
             ValueError: not even one of that length.
         """
-        own = self._own_tokens(length)
-        books = [ids for ids in self._ids if len(ids) >= own]
-        if books and (short := [name for name, ids in zip(self.names, self._ids, strict=True) if len(ids) < own]):
+        room = self._own_tokens(length)
+        books = [ids for ids in self._ids if len(ids) >= room]
+        if books and (short := [name for name, ids in zip(self.names, self._ids, strict=True) if len(ids) < room]):
             warnings.warn(f"left out, for want of {length:,} tokens: {', '.join(short)}", stacklevel=2)
         places = []
         for ids in books:
-            of_book = min(len(ids) // own, -(-count // len(books)))
+            of_book = min(len(ids) // room, -(-count // len(books)))
             starts = (index * (len(ids) // of_book) for index in range(of_book))
-            places.append([ids[start : start + own] for start in starts])
+            places.append([ids[start : start + room] for start in starts])
         turns = [passage for turn in zip_longest(*places) for passage in turn if passage is not None]
         if not turns:
             self.longest(length)  # raises, with the words for it
         return [torch.tensor(self._passage(ids)) for ids in turns[:count]]
 
     def _own_tokens(self, length: int) -> int:
-        own = length - len(self._before) - len(self._after)
-        if own < 1:
+        room = length - len(self._before) - len(self._after)
+        if room < 1:
             raise ValueError(f"--lengths: {length} tokens leave no room for text beside the special tokens")
-        return own
+        return room
 
     def _passage(self, ids: list[int]) -> list[int]:
         return [*self._before, *ids, *self._after]

@@ -198,9 +198,9 @@ def check_splits(
         (training.do_eval, evaluation, validation),
         (training.do_predict, "--do_predict", test),
     )
-    for asked, option, names in wanted:
+    for is_wanted, option, names in wanted:
         missing = [name for name in names if name not in splits]
-        if asked and missing:
+        if is_wanted and missing:
             raise ValueError(
                 f"{data} have no {' and no '.join(missing)}, which {option} needs (there are"
                 f" {', '.join(splits) or 'none'}): name them with {' and '.join(given_by[name] for name in missing)}"

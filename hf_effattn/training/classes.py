@@ -73,12 +73,12 @@ def in_order(data: DatasetDict, outputs: Sequence[str]) -> DatasetDict:
     def renumber(rows: dict[str, list[int]], numbers: list[int]) -> dict[str, list[int]]:
         return {"label": [numbers[label] if label >= 0 else label for label in rows["label"]]}
 
-    found = {}
+    renumbered = {}
     for split, rows in data.items():
-        found[split] = rows
+        renumbered[split] = rows
         if "label" in rows.features and rows.features["label"].names != list(outputs):
             features = rows.features.copy()
             features["label"] = ClassLabel(names=list(outputs))
             numbers = numbers_of(rows.features["label"].names, outputs)
-            found[split] = rows.map(renumber, fn_kwargs={"numbers": numbers}, batched=True, features=features)
-    return DatasetDict(found)
+            renumbered[split] = rows.map(renumber, fn_kwargs={"numbers": numbers}, batched=True, features=features)
+    return DatasetDict(renumbered)

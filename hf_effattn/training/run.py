@@ -93,10 +93,10 @@ def run_classifier(
     if training.do_eval:
         metrics |= trainer.evaluate()
     if training.do_predict:
-        found = trainer.predict(test)
-        metrics |= found.metrics
+        predictions = trainer.predict(test)
+        metrics |= predictions.metrics
         if keep_classes is not None and trainer.is_world_process_zero():
-            keep_classes(np.argmax(first_logits(found), axis=1))
+            keep_classes(np.argmax(first_logits(predictions), axis=1))
     keep_metrics(trainer, metrics)
     return metrics
 
@@ -120,8 +120,8 @@ def checkpoint_to_resume(training: TrainingArguments) -> str | None:
     resume: str | None = training.resume_from_checkpoint
     if resume != "last":
         return resume
-    found = sorted(Path(training.output_dir).glob("checkpoint-*"), key=lambda path: -int(path.name.split("-")[1]))
-    return next((str(path) for path in found if is_whole(path)), None)
+    folders = sorted(Path(training.output_dir).glob("checkpoint-*"), key=lambda path: -int(path.name.split("-")[1]))
+    return next((str(path) for path in folders if is_whole(path)), None)
 
 
 def is_whole(checkpoint: Path) -> bool:
@@ -141,17 +141,17 @@ def is_finished(checkpoint: Path, training: TrainingArguments) -> bool:
     """
     state = json.loads((checkpoint / TRAINER_STATE_NAME).read_text(encoding="utf-8"))
     by_steps = training.max_steps > 0
-    asked = training.max_steps if by_steps else training.num_train_epochs
+    planned = training.max_steps if by_steps else training.num_train_epochs
     done = state["global_step"] if by_steps else state["epoch"]
-    if done > asked:
+    if done > planned:
         unit = "steps" if by_steps else "epochs"
         raise ValueError(
-            f"{checkpoint} has had {done:g} {unit}, more than the {asked:g} asked for: name another --output_dir, or"
+            f"{checkpoint} has had {done:g} {unit}, more than the {planned:g} asked for: name another --output_dir, or"
             " leave out --resume_from_checkpoint"
         )
     # Trainer counts epochs by whole steps, so the last may end a little before a whole number.
     same = by_steps or state["num_train_epochs"] >= training.num_train_epochs
-    return bool(same and state["global_step"] >= (asked if by_steps else state["max_steps"]))
+    return bool(same and state["global_step"] >= (planned if by_steps else state["max_steps"]))
 
 
 def final_weights(checkpoint: Path, training: TrainingArguments) -> Path:
@@ -191,8 +191,8 @@ def accuracy() -> Callable[[EvalPrediction], dict[str, float]]:
     metric = load_metric("accuracy")
 
     def compute(prediction: EvalPrediction) -> dict[str, float]:
-        found = np.argmax(first_logits(prediction), axis=1)
-        return metric.compute(predictions=found, references=prediction.label_ids)
+        classes = np.argmax(first_logits(prediction), axis=1)
+        return metric.compute(predictions=classes, references=prediction.label_ids)
 
     return compute
 

@@ -342,9 +342,9 @@ class ClusterFormerModel(ClusterFormerPreTrainedModel):
                 raise ValueError(f"past_key_values: {form}; use_cache=False computes the text anew")
             return None
         use_cache = config.use_cache and not self.training if use_cache is None else use_cache
-        own = past_key_values
-        own = own.self_attention_cache if isinstance(own, EncoderDecoderCache) else own
-        if config.assignment != "full" and isinstance(own, QuantizedCache):
+        self_cache = past_key_values
+        self_cache = self_cache.self_attention_cache if isinstance(self_cache, EncoderDecoderCache) else self_cache
+        if config.assignment != "full" and isinstance(self_cache, QuantizedCache):
             raise ValueError("a QuantizedCache keeps no clusters beside the keys; use a DynamicCache or a StaticCache")
         if past_key_values is None and use_cache:
             past_key_values = DynamicCache()
@@ -355,10 +355,10 @@ class ClusterFormerModel(ClusterFormerPreTrainedModel):
     def _past(self, past_key_values: Cache | None, words: int) -> int:
         """The number of words in the cache; refused where the new ones do not fit behind them."""
         past = cached_words(past_key_values)
-        own = past_key_values
-        if isinstance(own, EncoderDecoderCache):
-            own = own.self_attention_cache
-        room = [layer.max_cache_len for layer in getattr(own, "layers", ()) if hasattr(layer, "max_cache_len")]
+        self_cache = past_key_values
+        if isinstance(self_cache, EncoderDecoderCache):
+            self_cache = self_cache.self_attention_cache
+        room = [layer.max_cache_len for layer in getattr(self_cache, "layers", ()) if hasattr(layer, "max_cache_len")]
         if room and past + words > min(room):
             raise ValueError(
                 f"{past} words and {words} more, but the cache holds at most {min(room)}; make it with a larger"

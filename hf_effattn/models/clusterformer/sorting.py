@@ -66,8 +66,8 @@ def cluster_loss(
         updated = F.normalize(updated, dim=-1, eps=SMALLEST_NORM)
     # Unlike that of a gather, the gradient of an embedding is summed in a fixed order on a GPU too.
     firsts = updated.shape[1] * torch.arange(len(updated), device=labels.device)
-    own = F.embedding(labels + firsts[:, None], updated.flatten(0, 1))
-    similar = (words * own).sum(dim=-1)  # autocast leaves a sum alone, not a dot product
+    word_centroids = F.embedding(labels + firsts[:, None], updated.flatten(0, 1))
+    similar = (words * word_centroids).sum(dim=-1)  # autocast leaves a sum alone, not a dot product
     if cosine:
         similar = similar / norms(words)
     total = (similar * counts).sum(dim=1)
@@ -173,9 +173,9 @@ class WordSorting(nn.Module):
                     projected, centroids, mask=mask, similarity=self.config.similarity, sharpness=sharpness
                 )
             if self.strict or self.config.gated:
-                own = self.memberships(projected, centroids, mask)
-                labels = own.argmax(dim=-1) if self.strict else labels
-                membership = own.softmax(dim=-1).to(projected.dtype) if self.config.gated else None
+                log_shares = self.memberships(projected, centroids, mask)
+                labels = log_shares.argmax(dim=-1) if self.strict else labels
+                membership = log_shares.softmax(dim=-1).to(projected.dtype) if self.config.gated else None
         return SortedWords(
             cluster_order(labels, mask=mask), labels, self.block_length(words, mask), membership, updated
         )

@@ -137,12 +137,12 @@ def _parts(x: Inputs) -> list[RowChunk | ExactPart]:
     """Exact heads, then chunks of heads with equal counts, slowest first: no thread waits long for the last."""
     counts = x.counts()
     chunks: list[RowChunk] = []
-    for one in sorted(set(counts), key=sum, reverse=True):
+    for chunk_counts in sorted(set(counts), key=sum, reverse=True):
         skip = x.exact_heads
         if len(set(counts)) > 1:
-            others = torch.tensor([own != one for own in counts]).expand(x.key.shape[:2])
+            others = torch.tensor([head_counts != chunk_counts for head_counts in counts]).expand(x.key.shape[:2])
             skip = others if skip is None else others | skip
-        chunks += chunks_of(x.query, x.key, x.key_mask, x.query_mask, largest_buffer(x, one), skip)
+        chunks += chunks_of(x.query, x.key, x.key_mask, x.query_mask, largest_buffer(x, chunk_counts), skip)
     return [*exact_parts(x), *chunks]
 
 
@@ -167,12 +167,12 @@ def _forward(x: Inputs) -> list[torch.Tensor]:
             if of_scores is not None:
                 part.chunk.store_queries(log_sum, of_scores, part.rows)
             return
-        own = counts[part.first_head]
-        chunk = _Chunk(part, x, own)
+        head_counts = counts[part.first_head]
+        chunk = _Chunk(part, x, head_counts)
         values = attend(chunk.table, chunk.blocks, chunk.packed_query, chunk.factor)
         part.store_queries(output, chunk.blocks.unpack(values, chunk.P))
         part.of_heads(top)[:, : chunk.C, : chunk.T] = chunk.summaries.top
-        if x.keep and _is_kept(x, own):
+        if x.keep and _is_kept(x, head_counts):
             computed[_place(part)] = chunk
 
     for_every_chunk(attend_chunk, _parts(x), x.query.device)
@@ -230,5 +230,5 @@ _op = register_op("bi_clustered_attention", Inputs, _forward, gradients, fake=_f
 
 def bi_clustered_attention(*arguments: Any) -> torch.Tensor:
     """The op; it keeps tables where autograd follows and no graph is made, which would not know their sizes."""
-    learns = torch.is_grad_enabled() and any(one.requires_grad for one in arguments[:3])
+    learns = torch.is_grad_enabled() and any(tensor.requires_grad for tensor in arguments[:3])
     return cast("torch.Tensor", _op(*arguments, learns and not in_a_graph()))

@@ -37,7 +37,7 @@ class KeyGradients:
 
     def __init__(self, parts: list[ExactPart]) -> None:
         self._lock = Lock()
-        self._found: dict[ExactPart, list[torch.Tensor]] = {}
+        self._waiting: dict[ExactPart, list[torch.Tensor]] = {}
         self._of_head: dict[ExactPart, list[ExactPart]] = {}
         for _, of_head in groupby(parts, key=lambda part: id(part.chunk)):
             together = list(of_head)
@@ -46,14 +46,14 @@ class KeyGradients:
     def add(self, part: ExactPart, gradients: list[torch.Tensor]) -> list[torch.Tensor]:
         """The sums of the part's head if no other part of it is missing, else nothing."""
         with self._lock:
-            self._found[part] = gradients
+            self._waiting[part] = gradients
             together = self._of_head[part]
-            if any(one not in self._found for one in together):
+            if any(member not in self._waiting for member in together):
                 return []
-            first, *others = (self._found.pop(one) for one in together)
+            first, *others = (self._waiting.pop(member) for member in together)
         for more in others:
-            for total, own in zip(first, more, strict=True):
-                total += own
+            for total, gradient in zip(first, more, strict=True):
+                total += gradient
         return first
 
 
@@ -146,8 +146,8 @@ def _weights(chunk: RowChunk, x: Inputs) -> Iterator[tuple[slice, torch.Tensor, 
     q, k = chunk.queries(x.query)[0].to(dtype) * x.scale, chunk.keys(x.key)[0].to(dtype)
     per_head = len(q) // chunk.group
     for head in range(chunk.group):
-        own = q[head * per_head : (head + 1) * per_head]
+        head_queries = q[head * per_head : (head + 1) * per_head]
         problem, start = chunk.first_problem + head, head * per_head
         masks = chunk.query_rows, chunk.key_rows
         for rows, factor in exact_dropout_rows(*lengths, *masks, q, x.dropout_p, x.dropout_seed, problem):
-            yield slice(start + rows.start, start + rows.stop), (own[rows] @ k.T).softmax(dim=1), factor
+            yield slice(start + rows.start, start + rows.stop), (head_queries[rows] @ k.T).softmax(dim=1), factor

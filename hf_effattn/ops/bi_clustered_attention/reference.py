@@ -88,7 +88,7 @@ def attend_head(
     variance_correction = (distances / 2).clamp(max=LARGEST_VARIANCE_CORRECTION)  # b_t
     output = query.new_zeros(len(query), value.shape[1])
     for j in range(clusters):
-        own = labels == j
+        in_cluster = labels == j
         centroid = centroids[j]
         scores = key @ centroid  # (M,)
         # Exact keys T_j: those that the mean of their cluster represents badly, not those that weigh most.
@@ -109,7 +109,7 @@ def attend_head(
             tilted_values.append(share @ value[members])
             everyone = key_labels == c
             covariances.append(spread_keys[everyone].T @ spread_values[everyone] / everyone.sum())
-        rows, columns = query[own], [*range(topk), *(topk + c for c in seen)]
+        rows, columns = query[in_cluster], [*range(topk), *(topk + c for c in seen)]
         values = torch.cat([value[chosen], torch.stack(tilted_values)]) if seen else value[chosen]
 
         # One softmax over the exact keys and the clusters' tangents.
@@ -117,14 +117,14 @@ def attend_head(
         tangents = [mass + eta_j @ tilted for mass, tilted in zip(log_mass, tilted_keys, strict=True)]
         weights = torch.cat([rows @ key[chosen].T, *(tangent[:, None] for tangent in tangents)], dim=1).softmax(dim=1)
         if factor is not None:
-            weights = weights * factor[own][:, columns]
-        output[own] = weights @ values
+            weights = weights * factor[in_cluster][:, columns]
+        output[in_cluster] = weights @ values
         if seen:
             # Dipole: how the mean value of a cluster turns with the query. r_i M_j is the query's weight on clusters
             # times Σ_c p̄_jc Cov_c / Σ_c p̄_jc, which no centroid without weight on clusters divides by 0.
             at_centroid = torch.stack(log_mass).softmax(dim=0)
             dipole = sum(p * covariance for p, covariance in zip(at_centroid, covariances, strict=True))
-            output[own] += weights[:, topk:].sum(dim=1, keepdim=True) * (eta_j @ dipole)
+            output[in_cluster] += weights[:, topk:].sum(dim=1, keepdim=True) * (eta_j @ dipole)
     return output
 
 
@@ -142,29 +142,29 @@ def bi_clustered_attention(*arguments: Any) -> torch.Tensor:
     for b, h in product(range(B), range(H)):
         rows = torch.arange(N, device=query.device) if query_mask is None else query_mask[b].nonzero()[:, 0]
         kept = slice(None) if key_mask is None else key_mask[b]
-        own = key[b, h, kept], value[b, h, kept], labels[b, h, rows], key_labels[b, h, kept]
+        head_inputs = key[b, h, kept], value[b, h, kept], labels[b, h, rows], key_labels[b, h, kept]
         clusters, key_clusters, topk = inputs.counts()[h // group]
         check_label_range(labels[b, h], clusters)
         check_label_range(key_labels[b, h], key_clusters, of="key")
-        if len(own[0]) == 0:
+        if len(head_inputs[0]) == 0:
             continue
         if exact_heads is not None and exact_heads[b, h // group]:
-            weights = (query[b, h, rows] @ own[0].T).softmax(dim=1)
+            weights = (query[b, h, rows] @ head_inputs[0].T).softmax(dim=1)
             if dropout_seed is not None:
                 columns = None if key_mask is None else key_mask[b].nonzero()[:, 0]
                 lengths = N, key.shape[2]
                 drawn = exact_dropout_rows(*lengths, rows, columns, query, dropout_p, dropout_seed, b * H + h)
                 weights = weights * torch.cat([of_rows for _, of_rows in drawn if of_rows is not None])
-            output[b, h, rows] = weights @ own[1]
+            output[b, h, rows] = weights @ head_inputs[1]
             continue
         sharing = range(h // group * group, h // group * group + group)
         eta = [residuals(query[b, g, rows], labels[b, g, rows], clusters) for g in sharing]
-        exact, factor = min(topk, len(own[0])), None
+        exact, factor = min(topk, len(head_inputs[0])), None
         if dropout_seed is not None:
             shape = N, topk + key_clusters
             factor = dropout_factor(shape, query, dropout_p, int(dropout_seed), b * H + h, TOPK_AND_SUMMARY_WEIGHTS)
             factor = torch.cat([factor[rows, :exact], factor[rows, topk:]], dim=1)
         output[b, h, rows] = attend_head(
-            query[b, h, rows], *own, torch.cat(eta), exact, clusters, key_clusters, factor
+            query[b, h, rows], *head_inputs, torch.cat(eta), exact, clusters, key_clusters, factor
         )
     return output

@@ -70,10 +70,10 @@ def _residuals(
     """`η` `(B, H, n, D)` in float32 or float64."""
     B, H = query.shape[:2]
     chosen, counts = spread_rows(query, query_mask, rows)
-    points, own = _take(query, chosen), _take(labels[..., None], chosen)[..., 0]
+    points, chosen_labels = _take(query, chosen), _take(labels[..., None], chosen)[..., 0]
     points = points.to(torch.promote_types(query.dtype, torch.float32)).flatten(0, 1)
-    index = cluster_rows(own.flatten(0, 1), clusters)
-    counted = torch.ones_like(own, dtype=torch.bool).flatten(0, 1)
+    index = cluster_rows(chosen_labels.flatten(0, 1), clusters)
+    counted = torch.ones_like(chosen_labels, dtype=torch.bool).flatten(0, 1)
     if counts is not None:
         counted = counts.repeat_interleave(H, dim=0)  # (B · H, n)
         points = points.masked_fill(~counted[..., None], 0.0)  # whatever padding holds

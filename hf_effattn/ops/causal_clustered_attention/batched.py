@@ -82,10 +82,10 @@ class _Segments:
                 heads = exact[i :: batch.count].nonzero()[:, 0]
                 if len(heads):
                     key, value = (rows[heads, :distant] for rows in (chunk.key, chunk.value))
-                    own = heads * batch.count + i
+                    places = heads * batch.count + i
                     rows = slice(batch.start + i * batch.length, batch.start + (i + 1) * batch.length)
                     factor = chunk.exact_factor(heads, rows, slice(0, distant))
-                    self.exact_distant.append((own, distant, LocalPart(query[own], key, value, False, factor)))
+                    self.exact_distant.append((places, distant, LocalPart(query[places], key, value, False, factor)))
         if not self.exact_distant or not exact.all():
             factor = None
             if chunk.factor is not None:
@@ -101,31 +101,31 @@ class _Segments:
     def _attend_locally(self) -> PartialOutput:
         """What `attend` finds of a segment's own keys and of those of the window."""
         query, chunk = self.query, self.chunk
-        found = query.new_empty(*query.shape[:3], chunk.value.shape[2]), query.new_empty(*query.shape[:3], 1)
+        local = query.new_empty(*query.shape[:3], chunk.value.shape[2]), query.new_empty(*query.shape[:3], 1)
         for rows, parts in chunk.local_parts(query, self.batch):
             near, *others = (part.attend() for _, part in parts)
             for other in others:
                 merge_(near, other)
-            for target, numbers in zip(found, near, strict=True):
+            for target, numbers in zip(local, near, strict=True):
                 target[:, :, rows] = numbers
-        return found
+        return local
 
     def attend(self) -> PartialOutput:
         """Outputs `(P · S, g, n, Dv)` and log-sum-exp `(P · S, g, n, 1)`."""
-        found = self._attend_locally()
+        whole = self._attend_locally()
         if self.distant is not None:
             distant = self.distant.attend()
             for heads, _, _ in self.exact_distant:
                 distant[1][heads] = -torch.inf
-            merge_(found, distant)
+            merge_(whole, distant)
         for heads, _, part in self.exact_distant:
-            of_heads = found[0][heads], found[1][heads]
+            of_heads = whole[0][heads], whole[1][heads]
             merge_(of_heads, part.attend())
-            for target, numbers in zip(found, of_heads, strict=True):
+            for target, numbers in zip(whole, of_heads, strict=True):
                 target[heads] = numbers
         if self.chunk.sinks is not None:
-            add_sinks_(*found, self.chunk.sinks.repeat_interleave(self.batch.count, dim=0)[..., None, None])
-        return found
+            add_sinks_(*whole, self.chunk.sinks.repeat_interleave(self.batch.count, dim=0)[..., None, None])
+        return whole
 
     def backward(
         self,
@@ -214,24 +214,24 @@ class _Chunk:
             factor = batch.cut(self.factor[..., first : first + key.shape[1]], batch.rows)
         for row in range(0, batch.length, SQUARE):
             rows = slice(row, min(row + SQUARE, batch.length))
-            found = []
+            parts = []
             start = window + rows.start
-            for own, causal in ((slice(start, window + rows.stop), True), (slice(0, start), False)):
-                if own.stop > own.start:
-                    of_part = None if factor is None else factor[:, :, rows, own]
-                    part = LocalPart(query[:, :, rows], key[:, own], value[:, own], causal, of_part)
-                    found.append((begin + own.start, part))
-            yield rows, found
+            for columns, causal in ((slice(start, window + rows.stop), True), (slice(0, start), False)):
+                if columns.stop > columns.start:
+                    of_part = None if factor is None else factor[:, :, rows, columns]
+                    part = LocalPart(query[:, :, rows], key[:, columns], value[:, columns], causal, of_part)
+                    parts.append((begin + columns.start, part))
+            yield rows, parts
 
     def exact_factor(self, heads: torch.Tensor, rows: slice, keys: slice) -> torch.Tensor | None:
         """Dropout `(heads, g, n, m)` of exact weights, drawn apart from that of the other columns."""
         if self.seed is None:
             return None
-        N, own, p, g = self.all_rows, self.chunk.query_rows, self.settings.dropout_p, self.chunk.group
+        N, query_rows, p, g = self.all_rows, self.chunk.query_rows, self.settings.dropout_p, self.chunk.group
         drawn = []
         for problem in [self.chunk.first_problem + head * g + h for head in heads.tolist() for h in range(g)]:
-            found = exact_dropout_rows(N, N, own, own, self.query, p, self.seed + 1, problem)
-            drawn.append(torch.cat([of_rows for _, of_rows in found if of_rows is not None])[rows, keys])
+            factors = exact_dropout_rows(N, N, query_rows, query_rows, self.query, p, self.seed + 1, problem)
+            drawn.append(torch.cat([of_rows for _, of_rows in factors if of_rows is not None])[rows, keys])
         return torch.stack(drawn).unflatten(0, (-1, g))
 
 

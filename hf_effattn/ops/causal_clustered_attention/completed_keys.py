@@ -108,8 +108,8 @@ class CompletedKeys:
         distances = self.distances[:, places].fill_(1.0)
         if settings.linear_summaries:
             spread = packed.view(P * S, width, -1)[..., :D]
-            found = torch.linalg.vecdot(spread @ covariance, spread).clamp_(min=SMALLEST)
-            distances.copy_(found.view(P, -1))
+            squares = torch.linalg.vecdot(spread @ covariance, spread).clamp_(min=SMALLEST)
+            distances.copy_(squares.view(P, -1))
             if settings.max_predicted_error < inf:
                 within = (spread.transpose(1, 2) @ spread).unflatten(0, (P, S))
                 self.within = within.cumsum(dim=1) + self.within[:, -1:]
@@ -127,9 +127,9 @@ class CompletedKeys:
         S = self.segments
         if S > 1:
             by_segment = numbers.unflatten(1, (S, -1))  # (P, S, ·, columns, ...)
-            own = by_segment[:, :, :, -S * width :].unflatten(3, (S, width))
+            new_columns = by_segment[:, :, :, -S * width :].unflatten(3, (S, width))
             later = torch.ones(S, S, dtype=torch.bool, device=numbers.device).triu(1)
-            own.masked_fill_(later.view(S, 1, S, *[1] * (own.ndim - 4)), value)
+            new_columns.masked_fill_(later.view(S, 1, S, *[1] * (new_columns.ndim - 4)), value)
         return numbers
 
     def predicted(self, of_heads: torch.Tensor, batch: SegmentBatch) -> torch.Tensor:
@@ -147,10 +147,10 @@ class CompletedKeys:
         """Add what the rows got to the gradients of keys and values `(P, N, ·)`."""
         if self.grad is None:
             return
-        for own, places, blocks in self.blocks:
+        for new_keys, places, blocks in self.blocks:
             both = blocks.unpack(self.grad[:, places].reshape(-1, blocks.length, self.grad.shape[2]), len(self.rows))
-            of_key[:, own] += both[..., : self.D]
-            of_value[:, own] += both[..., self.D :]
+            of_key[:, new_keys] += both[..., : self.D]
+            of_value[:, new_keys] += both[..., self.D :]
 
 
 def labels_of(points: torch.Tensor, clusters: int, settings: Settings, metric: torch.Tensor | None) -> torch.Tensor:

@@ -112,16 +112,18 @@ class DistantSummaries:
         """Numbers of every cluster `(P, S · g · C, G)` for its blocks: `(P, S · g · C, nb)`."""
         return table.gather(2, self.clusters[:, None].expand(-1, table.shape[1], -1))
 
-    def _weigh(self, heads: slice, own: slice, taken: torch.Tensor | None = None) -> tuple[torch.Tensor, torch.Tensor]:
-        """`exp(Q̄_j·(K_t - K̄_c))` beside the largest of the cluster, and the logarithm of that `(heads, own, G)`.
+    def _weigh(
+        self, heads: slice, part: slice, taken: torch.Tensor | None = None
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        """`exp(Q̄_j·(K_t - K̄_c))` beside the largest of the cluster, and the logarithm of that `(heads, part, G)`.
 
-        `own`: which of the centroids; `taken`: whose weight is 0, `(heads, own, nb · L)`; None: keys that a segment
+        `part`: which of the centroids; `taken`: whose weight is 0, `(heads, part, nb · L)`; None: keys that a segment
         does not see, of all centroids.
         """
         keys = self.keys
-        scores = torch.bmm(self.centroids[heads, own], self.rows[heads, :, : keys.D].transpose(1, 2))
+        scores = torch.bmm(self.centroids[heads, part], self.rows[heads, :, : keys.D].transpose(1, 2))
         # An empty place scores 0. The largest score of a cluster is never below 0, as its scores have mean 0.
-        shift = torch.zeros_like(self.mean_scores[heads, own])
+        shift = torch.zeros_like(self.mean_scores[heads, part])
         lowest = torch.finfo(shift.dtype).min
         if taken is not None:
             scores.masked_fill_(taken, -torch.inf)
@@ -144,12 +146,10 @@ class DistantSummaries:
         """As `_masses`, without `T`; weighs anew where all of up to `most` keys may lie below `LEAST_LOG_WEIGHT`."""
         mass = self._masses()
         unsure = ((mass > 0) & (mass < most * self._least_sure())).unflatten(1, (self.S, -1)).flatten(2).any(dim=2)
-        for (
-            p,
-            segment,
-        ) in unsure.nonzero().tolist():  # one by one: whether a later segment is unsure must change nothing here
-            head, own = slice(p, p + 1), self._centroids_of(segment)
-            self.weights[head, own], self.shift[head, own] = self._weigh(head, own, self.weights[head, own] == 0)
+        # One by one: whether a later segment is unsure must change nothing here.
+        for p, segment in unsure.nonzero().tolist():
+            head, part = slice(p, p + 1), self._centroids_of(segment)
+            self.weights[head, part], self.shift[head, part] = self._weigh(head, part, self.weights[head, part] == 0)
         return self._masses() if unsure.any() else mass
 
     def _least_sure(self) -> float:
@@ -178,8 +178,8 @@ class DistantSummaries:
         sure = counts.sum(dim=2) * keys.farthest.repeat_interleave(g, dim=1) * self._least_sure()
         unsure = ~(rank.gather(2, top).amin(dim=2) > sure)  # NaN, too
         for p, segment in unsure.unflatten(1, (S, g)).any(dim=2).nonzero().tolist():
-            own = slice(segment * g, (segment + 1) * g)
-            top[p, own] = largest(self._log_ranks(p, segment)[None], topk, in_order=in_order)[0]
+            heads = slice(segment * g, (segment + 1) * g)
+            top[p, heads] = largest(self._log_ranks(p, segment)[None], topk, in_order=in_order)[0]
         self.weights.view(self.P, S * g, C, -1).scatter_(3, top[:, :, None].expand(-1, -1, C, -1), 0.0)
         return top
 
@@ -188,11 +188,11 @@ class DistantSummaries:
 
         `p` is the head.
         """
-        keys, own = self.keys, self._centroids_of(segment)
+        keys, centroids = self.keys, self._centroids_of(segment)
         unseen = keys.full[p, : keys.places] == 0
         unseen[keys.places - (self.S - 1 - segment) * keys.width :] = True
-        scores = self.centroids[p, own] @ self.rows[p, :, : keys.D].T
-        means = self.mean_scores[p, own].index_select(1, self.clusters[p])
+        scores = self.centroids[p, centroids] @ self.rows[p, :, : keys.D].T
+        means = self.mean_scores[p, centroids].index_select(1, self.clusters[p])
         scores.unflatten(1, (-1, keys.L)).add_(means[..., None])
         log_weights = scores.masked_fill_(unseen, -torch.inf).log_softmax(dim=1).unflatten(0, (self.g, self.C))
         counts = self.counts[p].unflatten(0, (self.S, self.g))[segment]
@@ -308,10 +308,10 @@ class DistantPart:
         table, factor = self.summaries.table, None if self.factor is None else self._pack(self.factor)[:, None]
         key, value = self.blocks.of_cluster(table.keys), self.blocks.of_cluster(table.values)
         output, log_sum = LocalPart(self._packed_query()[:, None], key, value, False, factor).attend()
-        found = self._unpack(output[:, 0]), self._unpack(log_sum[:, 0])
+        partial = self._unpack(output[:, 0]), self._unpack(log_sum[:, 0])
         if self.exact.key.shape[1]:
-            merge_(found, self._by_head(self.exact.attend()))
-        return found
+            merge_(partial, self._by_head(self.exact.attend()))
+        return partial
 
     def _together(self) -> LocalPart:
         """Exact keys and the summaries at the only centroid, as the keys of one step."""
@@ -323,8 +323,8 @@ class DistantPart:
             factor = torch.cat([factor, self.factor], dim=3)
         return LocalPart(exact.query, key, value, False, factor, bias)
 
-    def _by_head(self, found: PartialOutput) -> PartialOutput:
-        return found[0].view(*self.shape[:3], -1), found[1].view(*self.shape[:3], 1)
+    def _by_head(self, partial: PartialOutput) -> PartialOutput:
+        return partial[0].view(*self.shape[:3], -1), partial[1].view(*self.shape[:3], 1)
 
     def backward(
         self, grad: torch.Tensor, whole: PartialOutput, of_key: torch.Tensor, of_value: torch.Tensor
@@ -344,8 +344,8 @@ class DistantPart:
         grad_query = self._unpack(grad_packed[..., :D].contiguous())
         if self.exact.key.shape[1]:
             by_head = (part.reshape(heads * g, 1, n, -1) for part in (grad, *whole))
-            found = self.exact.backward(*by_head)
-            grad_query = grad_query + found[0].view_as(grad_query)
-            for target, more in ((of_key, found[1]), (of_value, found[2])):
+            gradients = self.exact.backward(*by_head)
+            grad_query = grad_query + gradients[0].view_as(grad_query)
+            for target, more in ((of_key, gradients[1]), (of_value, gradients[2])):
                 target.view(-1, target.shape[2]).index_add_(0, self.sources, more.flatten(0, 1))
         return grad_query, of_previous

@@ -62,11 +62,11 @@ class LocalPart:
     ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
         """Gradients of query, key and value, for the gradient, output and log-sum-exp of the whole softmax."""
         if self.fused:
-            found = FLASH_BACKWARD(
+            gradients = FLASH_BACKWARD(
                 grad, self.query, *self.per_query_head(), output, log_sum[..., 0], 0.0, self.causal, scale=1.0
             )
-            of_key, of_value = (rows[:, 0] if rows.shape[1] == 1 else rows.sum(dim=1) for rows in found[1:])
-            return found[0], of_key, of_value
+            of_key, of_value = (rows[:, 0] if rows.shape[1] == 1 else rows.sum(dim=1) for rows in gradients[1:])
+            return gradients[0], of_key, of_value
         weights = self.scores().sub_(log_sum).exp_()
         grad_weights = grad @ self.value[:, None].transpose(2, 3)
         dropped = weights

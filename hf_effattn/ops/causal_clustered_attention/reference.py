@@ -109,10 +109,10 @@ def query_clusters(
     """Clusters of previous queries `(n, D)` in the metric of the distant keys, and the nearest for each reader."""
     with torch.no_grad():
         points, others = (rows.to(metric.dtype) for rows in (previous, readers))
-        found, _ = cluster_points(
+        raw_labels, _ = cluster_points(
             points, settings.clusters, settings.rounds, settings.fit_queries, settings.seed, metric
         )
-        labels, sizes = found.unique(return_inverse=True, return_counts=True)[1:]  # no empty cluster
+        labels, sizes = raw_labels.unique(return_inverse=True, return_counts=True)[1:]  # no empty cluster
     centroids = means(previous, labels, len(sizes))
     with torch.no_grad():
         chosen = nearest(others, centroids.to(others.dtype), metric)
@@ -188,20 +188,20 @@ class Dropout:
     seed: torch.Tensor
     first_problem: int  # number of the first query head
 
-    def __call__(self, head: int, own: slice, first: int) -> torch.Tensor:
+    def __call__(self, head: int, segment: slice, first: int) -> torch.Tensor:
         """Factors of a segment's rows: of its local keys from `first` on, of its exact keys and its summaries."""
         p, N, problem = self.settings.dropout_p, self.query.shape[2], self.first_problem + head
         shape = N, self.settings.columns(N)
         factor = dropout_factor(shape, self.query, p, int(self.seed), problem, TOPK_AND_SUMMARY_WEIGHTS)
-        start = own.start - self.settings.window  # of the first column
-        near = self.settings.distant(own.start)
-        columns = [factor[self.rows][own, near - start : own.stop - start]]
+        start = segment.start - self.settings.window  # of the first column
+        near = self.settings.distant(segment.start)
+        columns = [factor[self.rows][segment, near - start : segment.stop - start]]
         if first < near:  # exact weights, drawn apart from those of the other columns
             seed = self.seed + 1
             drawn = exact_dropout_rows(N, N, self.rows, self.rows, self.query, p, seed, problem)
-            columns.insert(0, torch.cat([of_rows for _, of_rows in drawn if of_rows is not None])[own, first:near])
+            columns.insert(0, torch.cat([of_rows for _, of_rows in drawn if of_rows is not None])[segment, first:near])
         else:
-            columns.append(factor[self.rows][own, self.settings.local_keys :])
+            columns.append(factor[self.rows][segment, self.settings.local_keys :])
         return torch.cat(columns, dim=1)
 
 
@@ -268,8 +268,8 @@ def attend_segment(
             weights = softmax(torch.cat(scores, dim=1), sinks[head])
             if factor is not None:
                 weights = weights * factor[:, columns]
-            own = own_clusters == j
-            output[own] = (weights @ torch.cat(values))[own]
+            members = own_clusters == j
+            output[members] = (weights @ torch.cat(values))[members]
         outputs.append(output)
     return outputs
 
@@ -300,10 +300,10 @@ def causal_clustered_attention(*arguments: Any) -> torch.Tensor:
         sinks = [None if settings.sinks is None else settings.sinks[head] for head in heads]
         completed: list[CompletedKeys] = []
         for start in range(0, len(rows), settings.segment_length):
-            own = rows[start : start + settings.segment_length]
-            found = attend_segment(
+            segment_rows = rows[start : start + settings.segment_length]
+            outputs = attend_segment(
                 queries, key[b, p, rows], value[b, p, rows], start, completed, settings, draw, sinks
             )
-            for head, of_head in zip(heads, found, strict=True):
-                output[b, head, own] = of_head
+            for head, of_head in zip(heads, outputs, strict=True):
+                output[b, head, segment_rows] = of_head
     return output if special is None else add_special(output, special, key_mask)

@@ -66,13 +66,13 @@ class SegmentBatch:
         alike = all(getattr(self, name) == getattr(other, name) for name in sizes)
         steps = ((self.new, other.new_keys, other.new), (self.fitted, other.previous_queries, other.fitted))
         return alike and all(
-            own.start == before.stop and own.stop - own.start == first.stop - first.start
-            for own, before, first in steps
+            following.start == before.stop and following.stop - following.start == first.stop - first.start
+            for following, before, first in steps
         )
 
-    def cut(self, rows: torch.Tensor, own: slice) -> torch.Tensor:
+    def cut(self, rows: torch.Tensor, part: slice) -> torch.Tensor:
         """Rows of queries `(P, g, N, ...)` segment by segment, `(P · S, g, n, ...)`."""
-        return rows[:, :, own].unflatten(2, (self.count, -1)).transpose(1, 2).flatten(0, 1)
+        return rows[:, :, part].unflatten(2, (self.count, -1)).transpose(1, 2).flatten(0, 1)
 
     def join(self, rows: torch.Tensor) -> torch.Tensor:
         """The inverse of `cut`: `(P, g, S · n, ...)`."""
@@ -92,10 +92,10 @@ class SegmentBatch:
         by_segment = rows.unflatten(0, (-1, self.count))
         rounds = -(-width // step)  # what is added to at once must not overlap
         for i in range(min(rounds, self.count)):
-            own = by_segment[:, i::rounds]
+            disjoint = by_segment[:, i::rounds]
             begin = first + i * step
-            last = begin + (own.shape[1] - 1) * rounds * step + width
-            target[:, begin:last].unfold(1, width, rounds * step).transpose(2, 3).add_(own)
+            last = begin + (disjoint.shape[1] - 1) * rounds * step + width
+            target[:, begin:last].unfold(1, width, rounds * step).transpose(2, 3).add_(disjoint)
 
 
 def segment_batches(settings: Settings, length: int, heads: int) -> Iterator[SegmentBatch]:
@@ -104,28 +104,28 @@ def segment_batches(settings: Settings, length: int, heads: int) -> Iterator[Seg
     D, group = query.shape[3], query.shape[1] // max(1, key.shape[1])
     fused = query.device.type == "cpu" and settings.dropout_seed is None and value.shape[3] == D
     places = 0
-    found: SegmentBatch | None = None
+    batch: SegmentBatch | None = None
     for start in range(0, length, settings.segment_length):
         stop = min(start + settings.segment_length, length)
         distant = settings.distant(start)
         before = settings.distant(max(0, start - settings.segment_length))
         fitted = settings.fitted(start) if distant else slice(0, 0)
-        own = SegmentBatch(
+        segment = SegmentBatch(
             start, stop - start, start - distant, min(settings.topk, distant), slice(before, distant), fitted
         )
         places += places_of(distant - before, settings)
-        per_row = max(D, 0 if fused else max(own.window, own.length))
-        numbers = heads * group * max(per_row * own.length, settings.clusters * places, own.topk * D)
-        numbers = max(numbers, heads * own.window * D)
+        per_row = max(D, 0 if fused else max(segment.window, segment.length))
+        numbers = heads * group * max(per_row * segment.length, settings.clusters * places, segment.topk * D)
+        numbers = max(numbers, heads * segment.window * D)
         room = BATCH_NUMBERS // max(1, numbers)
-        if found is not None and own.continues(found) and found.count < room:
-            found = replace(found, count=found.count + 1)
+        if batch is not None and segment.continues(batch) and batch.count < room:
+            batch = replace(batch, count=batch.count + 1)
             continue
-        if found is not None:
-            yield found
-        found = own
-    if found is not None:
-        yield found
+        if batch is not None:
+            yield batch
+        batch = segment
+    if batch is not None:
+        yield batch
 
 
 def places_of(keys: int, settings: Settings) -> int:

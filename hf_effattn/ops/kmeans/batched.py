@@ -111,18 +111,18 @@ def farthest_first(points: torch.Tensor, directions: torch.Tensor, clusters: int
     norms = torch.linalg.vecdot(points, directions)[..., None]
     ones = torch.ones_like(norms)
     # One product is a squared distance: |x|² - 2 x G y^T + |y|².
-    own = torch.cat([directions * -2, norms, ones], dim=2)
+    rows = torch.cat([directions * -2, norms, ones], dim=2)
     columns = torch.cat([points, ones, norms], dim=2).transpose(1, 2).contiguous()  # for vectors of points
     # All products at once: what is left for each of the C steps is too small to be worth a second thread.
-    distances = torch.bmm(own, columns) if clusters > FEW * N else None
+    distances = torch.bmm(rows, columns) if clusters > FEW * N else None
     problem = torch.arange(P, device=points.device)[:, None]
     chosen = [first[:, None]]
     nearest_seed = points.new_full((P, 1, N), torch.inf)
     for _ in range(1, clusters):
         last = chosen[-1]
         # Matrices of one row: matmul would take them for vectors, several times as slow.
-        found = distances[problem, last] if distances is not None else torch.bmm(own[problem, last], columns)
-        torch.minimum(nearest_seed, found, out=nearest_seed)
+        to_last = distances[problem, last] if distances is not None else torch.bmm(rows[problem, last], columns)
+        torch.minimum(nearest_seed, to_last, out=nearest_seed)
         chosen.append(nearest_seed.argmax(dim=2))
     return points[problem, torch.cat(chosen, dim=1)]
 
@@ -135,11 +135,11 @@ def in_metric(points: torch.Tensor, metric: torch.Tensor | None) -> torch.Tensor
 def find_seeds(points: torch.Tensor, clusters: int, seed: int, metric: torch.Tensor | None) -> torch.Tensor:
     """Seeds `(P, C, D)` out of the fitted points `(P, N, D)`, of all groups that `sampling` says at once."""
     P, N, D = points.shape
-    rows, first = (found.to(points.device) for found in seed_rows(SEEDING, N, clusters, seed))
-    own, groups = take_rows(points, rows), len(first)
-    by_group, directions = (part.reshape(P * groups, -1, D) for part in (own, in_metric(own, metric)))
-    found = farthest_first(by_group, directions, -(-clusters // groups), first.repeat(P))
-    return found.view(P, groups, -1, D).transpose(1, 2).reshape(P, -1, D)[:, :clusters]
+    rows, first = (numbers.to(points.device) for numbers in seed_rows(SEEDING, N, clusters, seed))
+    candidates, groups = take_rows(points, rows), len(first)
+    by_group, directions = (part.reshape(P * groups, -1, D) for part in (candidates, in_metric(candidates, metric)))
+    seeds = farthest_first(by_group, directions, -(-clusters // groups), first.repeat(P))
+    return seeds.view(P, groups, -1, D).transpose(1, 2).reshape(P, -1, D)[:, :clusters]
 
 
 def nearest(points: torch.Tensor, directions: torch.Tensor, half_norms: torch.Tensor) -> torch.Tensor:
@@ -245,10 +245,10 @@ def _forward(x: Inputs) -> tuple[torch.Tensor, torch.Tensor]:
     bytes_per_head = fitting_bytes_per_head(points, clusters, fit_points, D)
 
     def run(chunk: RowChunk) -> None:
-        own = Points(chunk.of_query_heads(points), chunk.query_rows)
-        fitted = own.spread(most_fit_rows(clusters, fit_points))
-        found = cluster(own, chunk.of_heads(labels), fitted, clusters, iterations, seed)
-        centroids[chunk.batch, chunk.first_head : chunk.last_head] = found
+        head_points = Points(chunk.of_query_heads(points), chunk.query_rows)
+        fitted = head_points.spread(most_fit_rows(clusters, fit_points))
+        head_centroids = cluster(head_points, chunk.of_heads(labels), fitted, clusters, iterations, seed)
+        centroids[chunk.batch, chunk.first_head : chunk.last_head] = head_centroids
 
     for_every_chunk(run, row_chunks(points, None, mask, bytes_per_head) if H else (), points.device)
     return labels, centroids

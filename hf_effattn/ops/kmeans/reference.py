@@ -45,8 +45,8 @@ def find_seeds(points: torch.Tensor, clusters: int, seed: int, metric: torch.Ten
     seeds = points.new_empty(clusters, points.shape[1])
     groups = SEEDING.groups(clusters)
     for i in range(groups):
-        own, share = candidates[i::groups], len(range(i, clusters, groups))
-        seeds[i::groups] = own[farthest_first(own, share, seed, metric)]
+        group, share = candidates[i::groups], len(range(i, clusters, groups))
+        seeds[i::groups] = group[farthest_first(group, share, seed, metric)]
     return seeds
 
 

@@ -36,8 +36,8 @@ class ClusterBlocks:
         length = length or block_length(index.numel() / max(1, sizes.numel()))
         blocks = (sizes + length - 1) // length
         if aligned:
-            own = blocks.sum(dim=1)
-            blocks[:, -1] += (own.amax() if per_head is None else per_head) - own
+            block_counts = blocks.sum(dim=1)
+            blocks[:, -1] += (block_counts.amax() if per_head is None else per_head) - block_counts
         blocks, sizes = blocks.flatten(), sizes.flatten()
         order = stable_order(index, len(sizes))
         # A row's place: its cluster's first block, plus its rank in the cluster.

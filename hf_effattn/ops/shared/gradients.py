@@ -66,7 +66,7 @@ def register_op(
     # hf_effattn::op(Tensor query, ...) -> Tensor
     arguments = str(schema).partition("(")[2].rpartition(") ->")[0]
     kept = ["Tensor[] outputs"] if listed else [f"Tensor output_{i}" for i in range(len(schema.returns))[keeps]]
-    of_outputs = "".join(f"{one}, " for one in [*(f"Tensor grad_{i}" for i in range(outputs)), *kept])
+    of_outputs = "".join(f"{argument}, " for argument in [*(f"Tensor grad_{i}" for i in range(outputs)), *kept])
     first = outputs + len(kept)
     backward_op = torch.library.custom_op(
         f"hf_effattn::{name}_backward",
@@ -82,11 +82,11 @@ def register_op(
         return tuple(given[0].new_empty(0) if x is None else empty(x) for x in of_inputs)
 
     def setup_context(ctx: Any, inputs: tuple[Any, ...], output: Any) -> None:
-        found = output if isinstance(output, tuple | list) else (output,)
-        ctx.mark_non_differentiable(*found[outputs:])
+        tensors = output if isinstance(output, tuple | list) else (output,)
+        ctx.mark_non_differentiable(*tensors[outputs:])
         # With one output autograd need not make zeros, which would be as large as all that is kept.
         ctx.set_materialize_grads(outputs > 1)
-        ctx.save_for_backward(*(x if isinstance(x, torch.Tensor) else None for x in inputs), *found[keeps])
+        ctx.save_for_backward(*(x if isinstance(x, torch.Tensor) else None for x in inputs), *tensors[keeps])
         ctx.settings = [None if isinstance(x, torch.Tensor) else x for x in inputs]
 
     def backward(ctx: Any, *grads: Any) -> tuple[torch.Tensor | None, ...]:
@@ -96,9 +96,9 @@ def register_op(
         saved = ctx.saved_tensors  # read once: a checkpoint gives them only once
         pairs = zip(saved, ctx.settings, strict=False)
         given = [setting if tensor is None else tensor for tensor, setting in pairs]
-        own = saved[len(given) :]
-        found = iter(backward_op(*grads[:outputs], *([list(own)] if listed else own), *given))
-        of_inputs = [next(found) if field in names else None for field in fields]
+        kept_outputs = saved[len(given) :]
+        op_gradients = iter(backward_op(*grads[:outputs], *([list(kept_outputs)] if listed else kept_outputs), *given))
+        of_inputs = [next(op_gradients) if field in names else None for field in fields]
         return tuple(None if x is None else grad for x, grad in zip(given, of_inputs, strict=True))
 
     op.register_autograd(backward, setup_context=setup_context)
@@ -119,6 +119,6 @@ def _one_by_one(op: Callable[..., list[torch.Tensor]], in_dims: Sequence[Any], g
     """What `vmap` makes of an op that returns a list, which torch has no rule for; and the dimension it is along."""
     mapped = list(zip(given, in_dims, strict=True))
     (count,) = {x.shape[dim] for x, dim in mapped if isinstance(dim, int)}
-    found = [op(*(x.select(dim, i) if isinstance(dim, int) else x for x, dim in mapped)) for i in range(count)]
-    outputs = [torch.stack(of_each) for of_each in zip(*found, strict=True)]
+    unstacked = [op(*(x.select(dim, i) if isinstance(dim, int) else x for x, dim in mapped)) for i in range(count)]
+    outputs = [torch.stack(of_each) for of_each in zip(*unstacked, strict=True)]
     return outputs, [0] * len(outputs)

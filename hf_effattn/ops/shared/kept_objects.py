@@ -30,7 +30,7 @@ def as_tensors(kept: list[Any]) -> list[torch.Tensor]:
         if obj is None or isinstance(obj, bool | int | float | str):
             return obj
         if isinstance(obj, list | tuple):
-            return [encoded(one) for one in obj]
+            return [encoded(member) for member in obj]
         return {"class": type(obj).__name__, "fields": {name: encoded(value) for name, value in vars(obj).items()}}
 
     structure = json.dumps(encoded(kept)).encode()
@@ -40,11 +40,11 @@ def as_tensors(kept: list[Any]) -> list[torch.Tensor]:
 def from_tensors(tensors: list[torch.Tensor], classes: Iterable[type[Any]]) -> list[Any]:
     """The objects of these classes that `as_tensors` was given, tuples as lists; do not write to their tensors."""
     structure, *memories = tensors
-    by_name = {one.__name__: one for one in classes}
+    by_name = {cls.__name__: cls for cls in classes}
 
     def decoded(obj: Any) -> Any:
         if isinstance(obj, list):
-            return [decoded(one) for one in obj]
+            return [decoded(member) for member in obj]
         if not isinstance(obj, dict):
             return obj
         if "memory" in obj:
@@ -54,5 +54,5 @@ def from_tensors(tensors: list[torch.Tensor], classes: Iterable[type[Any]]) -> l
         vars(made).update({name: decoded(value) for name, value in obj["fields"].items()})
         return made
 
-    found: list[Any] = decoded(json.loads(structure.numpy().tobytes()))
-    return found
+    objects: list[Any] = decoded(json.loads(structure.numpy().tobytes()))
+    return objects

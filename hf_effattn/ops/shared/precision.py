@@ -40,7 +40,7 @@ def cast_by_autocast(
     if not autocasts(device):
         return query, key, value
     dtype = torch.get_autocast_dtype(device)
-    query, key, value = (one if one.dtype == torch.float64 else one.to(dtype) for one in (query, key, value))
+    query, key, value = (rows if rows.dtype == torch.float64 else rows.to(dtype) for rows in (query, key, value))
     return query, key, value
 
 

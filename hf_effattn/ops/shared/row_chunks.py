@@ -70,8 +70,8 @@ class RowChunk:
 
 def _taken(tensor: torch.Tensor, rows: torch.Tensor | None, selection: Selection) -> torch.Tensor:
     chosen = selection if rows is None else rows[selection]
-    found = tensor[:, chosen] if isinstance(chosen, slice) else tensor.index_select(1, chosen)
-    return found.contiguous()
+    taken = tensor[:, chosen] if isinstance(chosen, slice) else tensor.index_select(1, chosen)
+    return taken.contiguous()
 
 
 def _store(target: torch.Tensor, values: torch.Tensor, rows: torch.Tensor | None, selection: Selection) -> None:

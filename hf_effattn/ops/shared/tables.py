@@ -66,9 +66,9 @@ def table_rows(chunk: RowChunk, labels: torch.Tensor, clusters: int) -> torch.Te
     Raises:
         ValueError: a label outside `0 .. clusters - 1`.
     """
-    own = chunk.queries(labels).view(chunk.query_heads, -1)
-    check_label_range(own, clusters)
-    return cluster_rows(own, clusters)
+    head_labels = chunk.queries(labels).view(chunk.query_heads, -1)
+    check_label_range(head_labels, clusters)
+    return cluster_rows(head_labels, clusters)
 
 
 def cluster_sums(rows: torch.Tensor, index: torch.Tensor, problems: int, clusters: int) -> torch.Tensor:
@@ -96,7 +96,7 @@ def draw_dropout(
     Of `CENTROID_WEIGHTS` the rows are clusters, of others the queries, of which those that count are returned.
     """
     problems = range(chunk.first_problem, chunk.first_problem + chunk.query_heads)
-    factor = torch.stack([dropout_factor(shape, like, dropout_p, int(seed), one, weights) for one in problems])
+    factor = torch.stack([dropout_factor(shape, like, dropout_p, int(seed), problem, weights) for problem in problems])
     rows = None if weights == CENTROID_WEIGHTS else chunk.query_rows
     return factor if rows is None else factor.index_select(1, rows)
 

@@ -21,8 +21,8 @@ def largest(scores: torch.Tensor, topk: int, *, in_order: bool) -> torch.Tensor:
     places = (_largest(maxima, topk)[:, :, None] + steps).flatten(2)
     rest = torch.arange(groups * GROUP, M).expand(P, C, -1)
     places = torch.cat([places, rest], dim=2)
-    found = scores.gather(2, places)
-    chosen = found.topk(topk, dim=2).indices if in_order else _largest(found, topk)
+    candidates = scores.gather(2, places)
+    chosen = candidates.topk(topk, dim=2).indices if in_order else _largest(candidates, topk)
     return places.gather(2, chosen)
 
 

@@ -31,11 +31,11 @@ class Layout:
     def parts(self) -> tuple[tuple[int, slice, slice], ...]:
         """Where the window's keys stand: the neighbour (-1, 0, 1), its rows, and their columns in the window."""
         L, e = self.slice_length, self.extension
-        own = (0, slice(0, L), slice(e, e + L))
+        middle = (0, slice(0, L), slice(e, e + L))
         if not e:
-            return (own,)
+            return (middle,)
         left = (-1, slice(L - e, L), slice(0, e))
-        return (left, own) if self.causal else (left, own, (1, slice(0, e), slice(e + L, e + L + e)))
+        return (left, middle) if self.causal else (left, middle, (1, slice(0, e), slice(e + L, e + L + e)))
 
     @property
     def window(self) -> int:

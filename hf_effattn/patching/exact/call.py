@@ -58,19 +58,19 @@ class Call:
 def run_exactly(call: Call) -> AttentionOutput:
     """What no method serves, by transformers' own SDPA path; what that has not, by what is next to it."""
     query, key, mask = call.query, call.key, call.mask
-    asked: dict[str, Any]
+    options: dict[str, Any]
     if call.softcap is not None:
         return _with_softcap(call, call.softcap)
     if mask is not None and mask.ndim == IN_BLOCKS:
         causal = hides_the_future(call.module.config)  # as `padding_mask` has it
         if not call.wants_weights and all(call.options.get(keyword) is None for keyword in NOT_IN_BLOCKS):
-            asked = {"dropout": call.dropout, "scale": call.scale, "sinks": call.sinks}
-            return attend_in_blocks(query, key, call.value, mask, causal=causal, **asked), None
+            options = {"dropout": call.dropout, "scale": call.scale, "sinks": call.sinks}
+            return attend_in_blocks(query, key, call.value, mask, causal=causal, **options), None
         mask = dense_mask(mask, query.shape[2], causal=causal)
     elif mask is not None and mask.ndim == 2:
         mask = visible_keys(mask, query.shape[2], causal=call.hides_future)
-    asked = {"dropout": call.dropout, "scaling": call.scale, "sinks": call.sinks}
-    output = sdpa_path(call.module, query, key, call.value, mask, **asked, **call.options)
+    options = {"dropout": call.dropout, "scaling": call.scale, "sinks": call.sinks}
+    output = sdpa_path(call.module, query, key, call.value, mask, **options, **call.options)
     if not call.wants_weights:
         return output, None
     if call.options.get("cache") is not None:
@@ -91,8 +91,8 @@ def _with_softcap(call: Call, softcap: float) -> AttentionOutput:
     mask, N = call.mask, call.query.shape[2]
     in_blocks = mask is not None and mask.ndim == IN_BLOCKS
     causal = hides_the_future(call.module.config) if in_blocks else call.hides_future and N > 1
-    asked: dict[str, Any] = {"softcap": softcap, "scale": call.scale, "dropout": call.dropout}
-    output = attend_with_softcap(call.query, call.key, call.value, mask, causal=causal, **asked)
+    options: dict[str, Any] = {"softcap": softcap, "scale": call.scale, "dropout": call.dropout}
+    output = attend_with_softcap(call.query, call.key, call.value, mask, causal=causal, **options)
     if not call.wants_weights:
         return output, None
     if mask is not None and in_blocks:

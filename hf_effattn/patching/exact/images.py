@@ -33,7 +33,7 @@ def attend_to_each(
         `(torch.Tensor, torch.Tensor | None)`: `(1, N, H, D)` and, if given, the weights, `(1, H, N, N)`.
     """
     lengths = list(images)
-    each = zip(*(one.split(lengths, dim=2) for one in (query, key, value)), strict=True)
+    each = zip(*(rows.split(lengths, dim=2) for rows in (query, key, value)), strict=True)
     outputs, weights = zip(*(attend(*of_image) for of_image in each), strict=True)
     return torch.cat(outputs, dim=1), None if weights[0] is None else block_diagonal(weights)
 

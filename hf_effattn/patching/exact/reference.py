@@ -90,19 +90,19 @@ def causal_rows(
     """
     dtype, heads = accumulation_dtype(query.dtype), key.shape[1]
     # (B · Hk, H / Hk, ·, D): keys that query heads share are not copied.
-    own = query[:, :, rows].unflatten(1, (heads, -1)).flatten(0, 1)
-    keys, values = (tensor.flatten(0, 1)[:, None].expand(-1, own.shape[1], -1, -1) for tensor in (key, value))
+    queries = query[:, :, rows].unflatten(1, (heads, -1)).flatten(0, 1)
+    keys, values = (tensor.flatten(0, 1)[:, None].expand(-1, queries.shape[1], -1, -1) for tensor in (key, value))
 
     def attend(seen: slice, *, causal: bool) -> PartialOutput:
-        output, log_sum = FLASH(own, keys[:, :, seen], values[:, :, seen], 0.0, causal, scale=scale)
+        output, log_sum = FLASH(queries, keys[:, :, seen], values[:, :, seen], 0.0, causal, scale=scale)
         return output.to(dtype), log_sum[..., None].to(dtype)
 
-    found = attend(rows, causal=True)
+    partial = attend(rows, causal=True)
     if rows.start:
-        merge_(found, attend(slice(rows.start), causal=False))
+        merge_(partial, attend(slice(rows.start), causal=False))
     if sinks is not None:
-        add_sinks_(*found, sinks.to(dtype).view(heads, -1, 1, 1).repeat(len(query), 1, 1, 1))
-    return found[0].to(query.dtype).unflatten(0, (-1, heads)).flatten(1, 2)
+        add_sinks_(*partial, sinks.to(dtype).view(heads, -1, 1, 1).repeat(len(query), 1, 1, 1))
+    return partial[0].to(query.dtype).unflatten(0, (-1, heads)).flatten(1, 2)
 
 
 def visible_keys(key_mask: torch.Tensor | None, length: int, *, causal: bool) -> torch.Tensor | None:

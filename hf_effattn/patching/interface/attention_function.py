@@ -102,8 +102,8 @@ def attention(
         # The keys of a prompt are the first rows of a static cache. Later chunks of a prompt come with a dense mask.
         key, value = key[:, :, :N], value[:, :, :N]
     prompt = not torch.is_grad_enabled() and bool(kwargs.get("use_cache"))
-    asked = scaling, dropout, wants_weights, hides_future, prompt
-    call = Call(module, query, key, value, attention_mask, sinks, softcap, *asked, kwargs, positions)
+    settings = scaling, dropout, wants_weights, hides_future, prompt
+    call = Call(module, query, key, value, attention_mask, sinks, softcap, *settings, kwargs, positions)
     not_by_method = softcap is not None or (sinks is not None and not hides_future)
     attend: Callable[[Call], AttentionOutput] = run_exactly
     if chosen is None or unknown or not as_its_type or not_by_method:
@@ -124,14 +124,14 @@ def attention(
     return output if rows is None else rows.put_in_front(output), weights
 
 
-def _hides_future(module: nn.Module, asked: bool | None, mask: torch.Tensor | None) -> bool:
+def _hides_future(module: nn.Module, keyword: bool | None, mask: torch.Tensor | None) -> bool:
     """Whether no query may see a later key: the keyword says so (CLIP's text), or else the module."""
     causal = hides_the_future(module.config)
     if causal and mask is not None and mask.ndim == 2 and is_self_attention(module):
         return True  # `padding_mask` gives `(B, N)` in place of a decoder's dense mask, whatever the keyword says
-    if asked is None or (asked and not is_self_attention(module)):
+    if keyword is None or (keyword and not is_self_attention(module)):
         return is_causal(module)
-    return bool(asked)
+    return bool(keyword)
 
 
 def _masks_the_future(module: nn.Module) -> bool:
@@ -218,8 +218,8 @@ def _by_method(method: Method, call: Call) -> AttentionOutput:
     measured = None if method.tolerance is None else last_measured(call.module)
     if weights is not None and measured is not None and bool(measured.exact.any()):
         mask = visible_keys(call.mask, call.query.shape[2], causal=call.hides_future)
-        asked: dict[str, Any] = {"causal": call.hides_future, "sinks": call.sinks}
-        exact = exact_weights(call.query, call.key, mask, call.scale, **asked)
+        exact_options: dict[str, Any] = {"causal": call.hides_future, "sinks": call.sinks}
+        exact = exact_weights(call.query, call.key, mask, call.scale, **exact_options)
         weights = torch.where(measured.exact[..., None, None], exact, weights)
     return result.transpose(1, 2).contiguous(), weights
 

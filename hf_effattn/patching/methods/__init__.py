@@ -95,7 +95,7 @@ def methods_for(method: str, kinds: Iterable[bool], **settings: Any) -> dict[boo
             errors.append(error)
     if not methods:
         raise next((error for error in errors if not isinstance(error, UnknownSettingError)), errors[0])
-    fitting = {causal: found for causal, found in methods.items() if found.causal in (None, causal)}
+    fitting = {causal: candidate for causal, candidate in methods.items() if candidate.causal in (None, causal)}
     if not fitting:
         raise ValueError(other_kind(causal=not settings["causal"]))
     return fitting

@@ -428,6 +428,6 @@ def quoted(names: Sequence[str] | dict[str, Any]) -> str:
 
 def closest(name: object, names: Sequence[str] | dict[str, Any]) -> str:
     """The name that was probably meant, for a message; empty where none is near."""
-    lower = {one.lower(): one for one in names}
+    lower = {known.lower(): known for known in names}
     matches = get_close_matches(str(name).lower(), list(lower), n=1)
     return f' (did you mean "{lower[matches[0]]}"?)' if matches else ""

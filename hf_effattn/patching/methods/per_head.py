@@ -499,7 +499,7 @@ def _joined(outputs: Sequence[tuple[list[int], torch.Tensor]]) -> torch.Tensor:
     """The outputs `(B, heads, N, Dv)` of these query heads, which are all, in their order."""
     if len(outputs) == 1:
         return outputs[0][1]
-    of_heads = [one for heads, output in outputs for one in zip(heads, output.unbind(1), strict=True)]
+    of_heads = [pair for heads, output in outputs for pair in zip(heads, output.unbind(1), strict=True)]
     return torch.stack([output for _, output in sorted(of_heads, key=itemgetter(0))], dim=1)
 
 

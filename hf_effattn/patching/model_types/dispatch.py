@@ -34,9 +34,9 @@ def _reads_it(function: Any, kind: type, seen: set[CodeType]) -> bool:
     if names & _READS_IT:
         return True
     cells = [cell.cell_contents for cell in function.__closure__ or ()]
-    called = [found for name in names if (found := getattr(kind, name, function.__globals__.get(name))) is not None]
-    own = [inspect.unwrap(one) for one in (*cells, *called) if inspect.isroutine(one)]
-    return any(_reads_it(one, kind, seen) for one in own if inspect.isfunction(one) and not _is_of_torch(one))
+    called = [named for name in names if (named := getattr(kind, name, function.__globals__.get(name))) is not None]
+    functions = [inspect.unwrap(fn) for fn in (*cells, *called) if inspect.isroutine(fn)]
+    return any(_reads_it(fn, kind, seen) for fn in functions if inspect.isfunction(fn) and not _is_of_torch(fn))
 
 
 def _names(code: CodeType) -> Iterator[str]:

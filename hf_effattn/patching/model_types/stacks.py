@@ -60,7 +60,7 @@ def model_type_of(module: nn.Module) -> ModelType | None:
     """The entry of the table for a module's config, or for its class where a forward of its own may have no config."""
     entry = MODEL_TYPES.get(getattr(getattr(module, "config", None), "model_type", ""))
     entries = (_OWN_FORWARDS.get(kind.__name__) for kind in type(module).__mro__)
-    return next((own for own in entries if own is not None), None) if entry is None else entry
+    return next((known for known in entries if known is not None), None) if entry is None else entry
 
 
 def is_self_attention(module: nn.Module) -> bool:
@@ -127,13 +127,13 @@ def reads_sound(model: PreTrainedModel) -> bool:
 
 def find_stacks(model: nn.Module) -> list[Stack]:
     """Every encoder, or decoder alone, of the table in a model, in the order of its modules."""
-    found: list[_Owner] = []
-    _collect(model, None, None, found, set())
-    return [_stack(owner, attending) for owner, attending in found if attending]
+    owners: list[_Owner] = []
+    _collect(model, None, None, owners, set())
+    return [_stack(owner, attending) for owner, attending in owners if attending]
 
 
 def _collect(
-    module: nn.Module, owner: _Owner | None, place: _Place | None, found: list[_Owner], seen: set[nn.Module]
+    module: nn.Module, owner: _Owner | None, place: _Place | None, owners: list[_Owner], seen: set[nn.Module]
 ) -> None:
     """Put every self-attention module that is served to the model around it, the outermost with the same config."""
     if module in seen:
@@ -143,7 +143,7 @@ def _collect(
         place = None
         if owner is None or not _shares_config(module, owner[0]):
             owner = (module, [])
-            found.append(owner)
+            owners.append(owner)
     if owner is not None and _is_replaceable(module, model_type_of(owner[0])):
         owner[1].append((module, _Place(module, 0, "") if place is None else place))
     for name, child in module.named_children():
@@ -151,7 +151,7 @@ def _collect(
             inside: _Place | None = place._replace(path=f"{place.path}.{name}".lstrip("."))
         else:  # lists of layers name them by their indices, whatever their class
             inside = _Place(module, int(name), "") if name.isdecimal() else None
-        _collect(child, owner, inside, found, seen)
+        _collect(child, owner, inside, owners, seen)
 
 
 def _is_replaceable(module: nn.Module, entry: ModelType | None) -> bool:

@@ -76,8 +76,8 @@ def gradients(
     clusters, key_clusters, _ = x.counts()[0]
     queries = SortedRows(saved.order, saved.starts, saved.tiles, clusters, tile)
     keys = SortedRows(saved.key_order, saved.key_starts, saved.key_tiles, key_clusters, key_tile)
-    found, expected = (saved.tiles, saved.key_tiles), (N // tile + clusters, M // key_tile + key_clusters)
-    if any(tiles.shape[1] != count + 1 for tiles, count in zip(found, expected, strict=True)):
+    tile_tables, expected = (saved.tiles, saved.key_tiles), (N // tile + clusters, M // key_tile + key_clusters)
+    if any(tiles.shape[1] != count + 1 for tiles, count in zip(tile_tables, expected, strict=True)):
         raise RuntimeError(f"the forward pass had tiles of other sizes than {tile} queries and {key_tile} keys")
     exact_heads = None if x.exact_heads is None else x.exact_heads.contiguous()
     *grads, delta = attend_backward(x, exact_heads, grad_output, output, saved, queries, keys)
@@ -129,19 +129,19 @@ def bi_clustered_attention(*arguments: Any) -> torch.Tensor:
     if len(set(counts)) == 1:
         return cast("torch.Tensor", _op(*x))
     group, order, outputs = x.query.shape[1] // len(counts), [], []
-    for place, one in enumerate(sorted(set(counts))):
-        own = [head for head, of_head in enumerate(counts) if of_head == one]
-        of_queries = [head * group + member for head in own for member in range(group)]
+    for place, head_counts in enumerate(sorted(set(counts))):
+        heads = [head for head, of_head in enumerate(counts) if of_head == head_counts]
+        of_queries = [head * group + member for head in heads for member in range(group)]
         of_heads = x._replace(
-            clusters=[one[0]] * len(own),
-            key_clusters=[one[1]] * len(own),
-            topk=[one[2]] * len(own),
+            clusters=[head_counts[0]] * len(heads),
+            key_clusters=[head_counts[1]] * len(heads),
+            topk=[head_counts[2]] * len(heads),
             query=x.query[:, of_queries],
-            key=x.key[:, own],
-            value=x.value[:, own],
+            key=x.key[:, heads],
+            value=x.value[:, heads],
             labels=x.labels[:, of_queries],
-            key_labels=x.key_labels[:, own],
-            exact_heads=None if x.exact_heads is None else x.exact_heads[:, own],
+            key_labels=x.key_labels[:, heads],
+            exact_heads=None if x.exact_heads is None else x.exact_heads[:, heads],
             dropout_seed=None if x.dropout_seed is None else x.dropout_seed + place,
         )
         outputs.append(_op(*of_heads))

@@ -316,8 +316,8 @@ def choose_keys(
     log_squares, taken = distances_of(
         key, keys, mean_keys, products, queries, H // Hk, scale, words=words, exact_heads=exact_heads
     )
-    found = centroid_pass(centroids, key, None, x.key_mask, scale, topk, bias=log_squares, marks=taken)
-    return centroids, log_squares, taken, found.top.view(B * H, queries.clusters, topk)
+    centroid_rows = centroid_pass(centroids, key, None, x.key_mask, scale, topk, bias=log_squares, marks=taken)
+    return centroids, log_squares, taken, centroid_rows.top.view(B * H, queries.clusters, topk)
 
 
 def make_tables(

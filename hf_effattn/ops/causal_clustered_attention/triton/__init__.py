@@ -64,19 +64,19 @@ def _forward(x: Settings) -> list[torch.Tensor]:
     attend_near(layout, rows, output, lse, (0, min(layout.first_late, layout.segments)))
     saved = _fake(x)[2:]
     if layout.late:
-        found = find_clusters(layout, rows, tile_rows(x))
-        top = torch.empty(len(found.centroids), x.topk, dtype=torch.int32, device=output.device)
-        for late in late_segments(layout, rows, found):
-            own = late.own(top)
+        clusters = find_clusters(layout, rows, tile_rows(x))
+        top = torch.empty(len(clusters.centroids), x.topk, dtype=torch.int32, device=output.device)
+        for late in late_segments(layout, rows, clusters):
+            keys = late.own(top)
             if x.topk:
-                choose_keys(layout, rows, found, late, own)
-            tables = make_tables(layout, rows, found, late, mark_keys(layout, rows, late, own), for_backward=False)
-            attend_near(layout, rows, output, lse, (layout.first_late + late.first, late.segments), own, late.exact)
-            attend_to_summaries(layout, rows, found, late, tables, output, lse)
-        exact = saved[-1] if found.exact is None else found.exact
+                choose_keys(layout, rows, clusters, late, keys)
+            tables = make_tables(layout, rows, clusters, late, mark_keys(layout, rows, late, keys), for_backward=False)
+            attend_near(layout, rows, output, lse, (layout.first_late + late.first, late.segments), keys, late.exact)
+            attend_to_summaries(layout, rows, clusters, late, tables, output, lse)
+        exact = saved[-1] if clusters.exact is None else clusters.exact
         saved = [
-            top, found.labels, found.centroids, found.starts, found.readers.order, found.readers.starts,
-            found.readers.tiles, found.keys.order, found.keys.starts, found.keys.tiles, exact,
+            top, clusters.labels, clusters.centroids, clusters.starts, clusters.readers.order, clusters.readers.starts,
+            clusters.readers.tiles, clusters.keys.order, clusters.keys.starts, clusters.keys.tiles, exact,
         ]  # fmt: skip
     if compaction is not None:
         output = compaction.put(output, cast("torch.Tensor", x.key_mask))
@@ -118,16 +118,16 @@ def gradients(
         return torch.zeros_like(x.query), torch.zeros_like(x.key), torch.zeros_like(x.value), of_sinks
     output, layout, tiles, saved = forward[0], Layout.of(x), tile_rows(x), Saved(*forward[1:])
     compaction = None if x.key_mask is None else Compaction.of(x.key_mask)
-    rows, found = laid_out(x, layout, compaction), None
+    rows, clusters = laid_out(x, layout, compaction), None
     if compaction is not None:
         grad_output, output = compaction.take(grad_output), compaction.take(output)
     if layout.late:
         readers = SortedRows(saved.order, saved.starts, saved.tiles, x.clusters, tiles[0])
         keys = SortedRows(saved.key_order, saved.key_starts, saved.key_tiles, x.key_clusters, tiles[1])
         exact = saved.exact if len(saved.exact) else None
-        found = Clusters(saved.labels, saved.centroids, saved.previous_starts, readers, keys, None, exact)
+        clusters = Clusters(saved.labels, saved.centroids, saved.previous_starts, readers, keys, None, exact)
     backward = BackwardPass(layout, rows, layout.queries(grad_output), layout.queries(output), saved.lse)
-    backward.run(found, saved.top)
+    backward.run(clusters, saved.top)
     of_query = backward.query.view(rows.query.shape)[:, :, : layout.length]
     of_keys = backward.keys[:, layout.shift : layout.shift + layout.length].unflatten(0, x.key.shape[:2])
     grads = [of_query, *of_keys.split([x.key.shape[3], x.value.shape[3]], dim=3)]

@@ -51,8 +51,8 @@ def find_clusters(layout: Layout, rows: Rows, tiles: tuple[int, int]) -> Cluster
     chosen = labels.view(L, P * g, n)
     if metric is not None:
         chosen = torch.empty_like(chosen)
-        own = layout.of_segments(rows.query, layout.first_late, L)
-        assign(own, CountedRows(n, n), known_centroids(centroids, queries.starts, metric), chosen)
+        late_queries = layout.of_segments(rows.query, layout.first_late, L)
+        assign(late_queries, CountedRows(n, n), known_centroids(centroids, queries.starts, metric), chosen)
     readers = sort_by_cluster(chosen, None, C, tiles[0])
 
     key_metric = residual_metrics(layout, rows, products) if settings.key_clusters > 1 else None

@@ -38,15 +38,15 @@ class Late(NamedTuple):
     seed: torch.Tensor | None  # of the dropout on summaries
 
     @classmethod
-    def of(cls, found: Clusters, first: int, count: int, heads: int, seed: torch.Tensor | None) -> "Late":
+    def of(cls, clusters: Clusters, first: int, count: int, heads: int, seed: torch.Tensor | None) -> "Late":
         """`count` of all late segments from the `first` on; `heads` are `P · g`, `seed` that of all dropout."""
-        own = slice(first * heads, (first + count) * heads)
-        rows = found.readers
-        readers = SortedRows(rows.order[own], rows.starts[own], rows.tiles[own], rows.clusters, rows.tile)
-        exact = None if found.exact is None else found.exact[first : first + count].contiguous()
+        part = slice(first * heads, (first + count) * heads)
+        rows = clusters.readers
+        readers = SortedRows(rows.order[part], rows.starts[part], rows.tiles[part], rows.clusters, rows.tile)
+        exact = None if clusters.exact is None else clusters.exact[first : first + count].contiguous()
         # Queries are numbered from the first of these segments on.
         seed = seed if seed is None or first == 0 else seed + first
-        return cls(first, count, found.centroids[own], found.starts[own], readers, exact, seed)
+        return cls(first, count, clusters.centroids[part], clusters.starts[part], readers, exact, seed)
 
     def own(self, rows: torch.Tensor) -> torch.Tensor:
         """The rows that belong to these segments, of rows of every query head in every late segment."""
@@ -275,7 +275,7 @@ def _causal_attention_fwd_older_kernel(
     tl.store(lse_ptr + o_row, b_highest + tl.log2(b_total), mask=m_row)
 
 
-def late_segments(layout: Layout, rows: Rows, found: Clusters) -> list[Late]:
+def late_segments(layout: Layout, rows: Rows, clusters: Clusters) -> list[Late]:
     """All late segments, as many at once as have room for their tables and ranks: each of all heads, one at least.
 
     With 32 heads of 128, one cluster and 16 of a segment's keys they are all at once up to 49,152 tokens.
@@ -285,12 +285,12 @@ def late_segments(layout: Layout, rows: Rows, found: Clusters) -> list[Late]:
     columns = settings.clusters * settings.key_clusters * per_summary + 4 * settings.segment_length
     step = max(1, TABLE_BYTES // max(1, B * H * layout.late * columns))
     return [
-        Late.of(found, first, min(step, layout.late - first), B * H, settings.dropout_seed)
+        Late.of(clusters, first, min(step, layout.late - first), B * H, settings.dropout_seed)
         for first in range(0, layout.late, step)
     ]
 
 
-def choose_keys(layout: Layout, rows: Rows, found: Clusters, late: Late, top: torch.Tensor) -> None:
+def choose_keys(layout: Layout, rows: Rows, clusters: Clusters, late: Late, top: torch.Tensor) -> None:
     """Write the places of the exact keys of some late segments, `(L · P · g, topk)` int32, -1 for none."""
     key, settings, n = rows.key, layout.settings, layout.settings.segment_length
     heads, blocks, (problems, C, D) = rows.heads, late.blocks, late.centroids.shape
@@ -310,7 +310,7 @@ def choose_keys(layout: Layout, rows: Rows, found: Clusters, late: Late, top: to
         masses, late.starts, log_share, problems * C, C, blocks, ROWS=16, COLUMNS=16, num_warps=1
     )
     _causal_attention_fwd_rank_kernel[(problems * blocks,)](
-        late.centroids, key, log_share, found.log_squares, ranks, *sizes, scale, ROWS=wide,
+        late.centroids, key, log_share, clusters.log_squares, ranks, *sizes, scale, ROWS=wide,
         COLUMNS=min(few, config["COLUMNS"]), **shared,
     )  # fmt: skip
     select_topk(ranks, settings.topk, (top, torch.empty_like(top, dtype=torch.float32)))
@@ -337,11 +337,11 @@ def mark_keys(layout: Layout, rows: Rows, late: Late, top: torch.Tensor) -> torc
 
 
 def make_tables(
-    layout: Layout, rows: Rows, found: Clusters, late: Late, taken: torch.Tensor | None, *, for_backward: bool
+    layout: Layout, rows: Rows, clusters: Clusters, late: Late, taken: torch.Tensor | None, *, for_backward: bool
 ) -> Tables:
     """The tables of some late segments; those that a segment does not see are written `for_backward` only."""
     (_, key, value), settings = rows, layout.settings
-    C, G = late.centroids.shape[1], found.keys.clusters
+    C, G = late.centroids.shape[1], clusters.keys.clusters
     D, Dv, columns, total = key.shape[3], value.shape[3], late.blocks * G, len(late.centroids) * C
     new = key.new_zeros if for_backward else key.new_empty
     bias = key.new_empty(total, columns, dtype=torch.float32)
@@ -353,7 +353,7 @@ def make_tables(
     config["ROWS"] = min(config["ROWS"], block_width(rows.group * C))
     row_blocks, key_heads = -(-rows.group * C // config["ROWS"]), rows.heads // rows.group
     _causal_attention_fwd_table_kernel[(late.segments * key_heads * columns * row_blocks,)](
-        late.centroids, key, value, taken, late.exact, found.keys.order, found.keys.starts, *tables,
+        late.centroids, key, value, taken, late.exact, clusters.keys.order, clusters.keys.starts, *tables,
         key_heads, rows.group * C, key.shape[2], D, Dv, C, G, late.first, settings.segment_length, late.blocks,
         row_blocks, settings.scale * LOG2_E, TANGENTS=settings.linear_summaries, **config,
     )  # fmt: skip
@@ -361,7 +361,7 @@ def make_tables(
 
 
 def attend_to_summaries(
-    layout: Layout, rows: Rows, found: Clusters, late: Late, tables: Tables, output: torch.Tensor, lse: torch.Tensor
+    layout: Layout, rows: Rows, clusters: Clusters, late: Late, tables: Tables, output: torch.Tensor, lse: torch.Tensor
 ) -> None:
     """Take what stands for all other distant keys into outputs `(B, H, N, Dv)` and log-sum-exps `(B · H, tokens)`."""
     settings, query, (_, C, D) = layout.settings, rows.query, late.centroids.shape
@@ -370,6 +370,6 @@ def attend_to_summaries(
     _causal_attention_fwd_older_kernel[(late.segments * rows.heads * tiles,)](
         query, late.seed, late.exact, readers.order, readers.starts, readers.tiles, *tables[:3], output, lse,
         *output.stride(), query.shape[1], rows.heads, rows.group, layout.length, layout.padded, D, output.shape[3],
-        C, found.keys.clusters, late.first, layout.first_late + late.first, settings.segment_length,
+        C, clusters.keys.clusters, late.first, layout.first_late + late.first, settings.segment_length,
         tables.bias.shape[1], tiles, settings.scale * LOG2_E, settings.dropout_p, **config,
     )  # fmt: skip

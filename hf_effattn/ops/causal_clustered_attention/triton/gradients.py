@@ -46,18 +46,18 @@ class BackwardPass:
         self.near_config = self.sums_config | fewer
         self.key_config = table_config(rows.query, self.D, self.Dv)
 
-    def run(self, found: Clusters | None, top: torch.Tensor) -> None:
-        """Launch everything. `found`: what the forward pass found, None where no segment is late."""
+    def run(self, clusters: Clusters | None, top: torch.Tensor) -> None:
+        """Launch everything. `clusters`: what the forward pass found, None where no segment is late."""
         layout, rows = self.layout, self.rows
         self._near_queries((0, min(layout.first_late, layout.segments)))
-        self._near_keys(None if found is None else found.exact)
-        if found is None:
+        self._near_keys(None if clusters is None else clusters.exact)
+        if clusters is None:
             return
-        for late in late_segments(layout, rows, found):
-            own = late.own(top)
-            self._near_queries((layout.first_late + late.first, late.segments), own, late.exact)
-            self._exact_keys(late, own)
-            self._distant(found, late, own)
+        for late in late_segments(layout, rows, clusters):
+            late_top = late.own(top)
+            self._near_queries((layout.first_late + late.first, late.segments), late_top, late.exact)
+            self._exact_keys(late, late_top)
+            self._distant(clusters, late, late_top)
 
     def _near_queries(
         self, segments: tuple[int, int], top: torch.Tensor | None = None, exact: torch.Tensor | None = None
@@ -102,14 +102,14 @@ class BackwardPass:
             0, (top.clamp(min=0) + first).flatten(), shares.flatten(0, 1)
         )
 
-    def _distant(self, found: Clusters, late: Late, top: torch.Tensor) -> None:
+    def _distant(self, clusters: Clusters, late: Late, top: torch.Tensor) -> None:
         """Gradients through the tables of some late segments."""
         layout, rows, (D, Dv), group = self.layout, self.rows, (self.D, self.Dv), self.rows.group
-        C, G = late.centroids.shape[1], found.keys.clusters
+        C, G = late.centroids.shape[1], clusters.keys.clusters
         n, blocks = layout.settings.segment_length, late.blocks
-        readers, keys, exact, start = late.readers, found.keys, late.exact, layout.first_late + late.first
+        readers, keys, exact, start = late.readers, clusters.keys, late.exact, layout.first_late + late.first
         taken = mark_keys(layout, rows, late, top)
-        tables = make_tables(layout, rows, found, late, taken, for_backward=True)
+        tables = make_tables(layout, rows, clusters, late, taken, for_backward=True)
         table_grad_keys, table_grad_values, grad_bias = (torch.empty_like(table) for table in tables[:3])
         constant = torch.empty_like(grad_bias)
         summary_config = self.sums_config | {"ROWS": min(self.sums_config["ROWS"], 64 // rows.key.element_size())}
@@ -150,11 +150,11 @@ class BackwardPass:
             *sizes, row_blocks, *self.factors[:2],
             **key_config | ({"num_stages": 1} if rows.key.element_size() == 4 else {}),
         )  # fmt: skip
-        self._previous_queries(found, late, parts.sum(dim=1))
+        self._previous_queries(clusters, late, parts.sum(dim=1))
 
-    def _previous_queries(self, found: Clusters, late: Late, grad_centroids: torch.Tensor) -> None:
+    def _previous_queries(self, clusters: Clusters, late: Late, grad_centroids: torch.Tensor) -> None:
         """Give each previous query its share of the gradient of its centroid, `(L · B · H · C, D)`."""
-        layout, labels = self.layout, late.own(found.labels)
+        layout, labels = self.layout, late.own(clusters.labels)
         sizes = late.starts[:, :-1].diff(dim=1)
         of_members = grad_centroids / sizes.view(-1, 1).clamp(min=1)
         shares = of_members.view(len(labels), -1, self.D).gather(1, labels[..., None].expand(-1, -1, self.D))

@@ -55,8 +55,8 @@ class Layout:
     def of_segments(self, rows: torch.Tensor, first: int, count: int) -> torch.Tensor:
         """Of contiguous rows `(B, H, .., D)`, `count` segments from `first` on: a view `(count, B · H, n, D)`."""
         n = self.settings.segment_length
-        own = rows.flatten(0, 1)[:, first * n : (first + count) * n]
-        return own.unflatten(1, (count, n)).transpose(0, 1)
+        segments = rows.flatten(0, 1)[:, first * n : (first + count) * n]
+        return segments.unflatten(1, (count, n)).transpose(0, 1)
 
     @property
     def first_previous(self) -> int:
@@ -113,12 +113,12 @@ class Compaction:
     def take(self, rows: torch.Tensor) -> torch.Tensor:
         """Rows `(B, H, N, D)` in this order, 0 behind those that count."""
         B, H, N, D = rows.shape
-        found = rows.gather(2, self.order[:, None, :, None].expand(B, H, N, D))
+        ordered = rows.gather(2, self.order[:, None, :, None].expand(B, H, N, D))
         behind = torch.arange(N, device=rows.device) >= self.counts[:, None]
-        return found.masked_fill_(behind[:, None, :, None], 0.0)
+        return ordered.masked_fill_(behind[:, None, :, None], 0.0)
 
     def put(self, output: torch.Tensor, key_mask: torch.Tensor) -> torch.Tensor:
         """Outputs `(B, H, N, Dv)` where their tokens stood, 0 for masked ones; laid out as they are."""
         places = self.places[:, None, :, None].expand_as(output)
-        found = torch.gather(output, 2, places, out=torch.empty_like(output))
-        return found.masked_fill_(~key_mask[:, None, :, None], 0.0)
+        placed = torch.gather(output, 2, places, out=torch.empty_like(output))
+        return placed.masked_fill_(~key_mask[:, None, :, None], 0.0)

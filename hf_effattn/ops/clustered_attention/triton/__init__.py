@@ -77,15 +77,15 @@ def forward(x: Inputs) -> list[torch.Tensor]:
     output = unwritten_output(query, value)
     members = sort_by_cluster(labels, query_mask, clusters, _tile(x))
     centroids = cluster_means(query, members)
-    found = centroid_pass(centroids, key, value, key_mask, scale, topk, dropout_p, dropout_seed)
+    parts = centroid_pass(centroids, key, value, key_mask, scale, topk, dropout_p, dropout_seed)
     lse, rest, mass, top_lse = (
         query.new_empty(B * H, *size, dtype=torch.float32)
         for size in ((clusters,), (clusters, Dv), (clusters if topk else 0,), (N if topk else 0,))
     )
-    tiles, splits = members.tiles.shape[1], found.lse.shape[1]
+    tiles, splits = members.tiles.shape[1], parts.lse.shape[1]
     if topk == 0:
         _clustered_attention_fwd_kernel[(B * H * tiles,)](
-            found.values, found.lse, members.order, members.starts, members.tiles, output, rest, lse,
+            parts.values, parts.lse, members.order, members.starts, members.tiles, output, rest, lse,
             *output.stride(), H, N, Dv, clusters, tiles, splits, TILE=TILE, BLOCK_V=block_width(Dv),
         )  # fmt: skip
     else:
@@ -94,17 +94,17 @@ def forward(x: Inputs) -> list[torch.Tensor]:
             config["COLUMNS"] = min(32, config["COLUMNS"])
         blocks, sizes = blocks_of_queries(query, clusters, topk, 0, config)
         _improved_clustered_attention_fwd_rest_kernel[(B * H * clusters,)](
-            found.values, found.lse, found.top, found.top_scores, value, dropout_seed, rest, mass, lse,
+            parts.values, parts.lse, parts.top, parts.top_scores, value, dropout_seed, rest, mass, lse,
             *value.stride(), Hk, H // Hk * clusters, M, Dv, topk, splits, dropout_p,
             BLOCK_T=max(8, 2048 // config["BLOCK_V"]), BLOCK_V=config["BLOCK_V"],
         )  # fmt: skip
         _cluster_table_fwd_kernel[(B * H * blocks[0],)](
-            query, key, value, dropout_seed, None, members.order, members.starts, found.top, mass,
+            query, key, value, dropout_seed, None, members.order, members.starts, parts.top, mass,
             rest, *[None] * 5, output, top_lse, None, *query.stride(), *key.stride(), *value.stride(),
             *output.stride(), H, H // Hk, N, D, Dv, clusters, 0, *blocks, topk, scale, scale * LOG2_E, dropout_p,
             **ONLY_TOP_KEYS, **sizes, **config,
         )  # fmt: skip
-    top, top_scores = (table.view(B * H, clusters, topk) for table in (found.top, found.top_scores))
+    top, top_scores = (table.view(B * H, clusters, topk) for table in (parts.top, parts.top_scores))
     sorted_rows = members.order, members.starts, members.tiles
     return [output, *Saved(*sorted_rows, centroids, lse, rest, top, top_scores, mass, top_lse)]
 

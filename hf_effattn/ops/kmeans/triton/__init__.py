@@ -132,11 +132,11 @@ def own_centroids(points: torch.Tensor, rows: Rows, clusters: int) -> torch.Tens
     """Centroids `(B, H, C, D)` of items with no more points than clusters: the points that count."""
     B, H, _, D = points.shape
     centroids = torch.zeros(B, H, clusters, D, dtype=torch.float32, device=points.device)
-    own = points
+    counted = points
     if rows.fit is not None:
         first = rows.fit[:, None, :clusters, None]
-        own = points.gather(2, first.clamp(min=0).long().expand(B, H, -1, D)).masked_fill(first < 0, 0)
-    centroids[:, :, : own.shape[2]] = own
+        counted = points.gather(2, first.clamp(min=0).long().expand(B, H, -1, D)).masked_fill(first < 0, 0)
+    centroids[:, :, : counted.shape[2]] = counted
     return centroids
 
 

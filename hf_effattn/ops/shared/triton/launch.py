@@ -53,9 +53,9 @@ class Kernel(JITFunction):
             for x in (*args, *named.values())
         ]
         key = device, *named, *kinds
-        found = self.remembered.get(key)
-        if found is not None:
-            compiled, names = found
+        remembered = self.remembered.get(key)
+        if remembered is not None:
+            compiled, names = remembered
             compiled[(*grid, 1, 1)[:3]](*args, *[named[name] for name in names])
             return compiled
         compiled = super().run(*args, grid=grid, warmup=False, **named)

@@ -157,28 +157,28 @@ def sort_both_by_cluster(first: Labelled, second: Labelled | None = None) -> lis
     both = [first] if second is None else [first, second]
     rows = min(MOST_ROWS, max(32, 1 << (max(labels.shape[2] for labels, *_ in both) - 1).bit_length()))
     has_mask = any(mask is not None for _, mask, *_ in both)
-    found, given, splits = [], [], []
+    row_sets, given, splits = [], [], []
     for labels, mask, clusters, tile in both:
         B, H, N = labels.shape
-        found.append(SortedRows(*empty_sorted(labels, clusters, tile), clusters, tile))
+        row_sets.append(SortedRows(*empty_sorted(labels, clusters, tile), clusters, tile))
         if has_mask:
             mask = labels.new_ones(B, N, dtype=torch.bool) if mask is None else mask.contiguous()
         given.append((labels.to(first[0].dtype).contiguous(), mask, H, N, clusters))
         splits.append(max(1, -(-N // rows)))
-    columns = 1 + max(members.clusters for members in found)
-    counts = first[0].new_empty(len(found[0].order) * sum(splits), columns, dtype=torch.int32)
+    columns = 1 + max(members.clusters for members in row_sets)
+    counts = first[0].new_empty(len(row_sets[0].order) * sum(splits), columns, dtype=torch.int32)
     bins = min(MOST_BINS, max(16, 1 << (columns - 1).bit_length()))
     sizes = {"HAS_MASK": has_mask, "BINS": bins, "ROWS": rows}
-    inputs = *given[0], *given[-1], len(found[-1].order), splits[0], sum(splits), counts, columns
+    inputs = *given[0], *given[-1], len(row_sets[-1].order), splits[0], sum(splits), counts, columns
     outputs = (
-        tensor for members in (found[0], found[-1]) for tensor in (members.order, members.starts, members.tiles)
+        tensor for members in (row_sets[0], row_sets[-1]) for tensor in (members.order, members.starts, members.tiles)
     )
     _count_by_cluster_kernel[(len(counts),)](*inputs, **sizes)
     _sort_by_cluster_kernel[(len(counts),)](
-        *inputs, *outputs, TILE=found[0].tile, OTHER_TILE=found[-1].tile, SPLITS=max(1, min(8, 2048 // bins)),
+        *inputs, *outputs, TILE=row_sets[0].tile, OTHER_TILE=row_sets[-1].tile, SPLITS=max(1, min(8, 2048 // bins)),
         **sizes,
     )  # fmt: skip
-    return found
+    return row_sets
 
 
 @kernel

@@ -191,8 +191,8 @@ class DebertaV2ByRows(DisentangledSelfAttention):
 
     def _of_distances(self, embeddings: torch.Tensor) -> tuple[torch.Tensor | None, torch.Tensor | None]:
         """The keys and the queries of distances `(T, H * D)`, where the model has them, of `(T, E)`."""
-        own = "key_proj", "query_proj"
-        of_key, of_query = own if self.share_att_key else ("pos_key_proj", "pos_query_proj")
+        shared = "key_proj", "query_proj"
+        of_key, of_query = shared if self.share_att_key else ("pos_key_proj", "pos_query_proj")
         key = getattr(self, of_key)(embeddings) if "c2p" in self.pos_att_type else None
         return key, getattr(self, of_query)(embeddings) if "p2c" in self.pos_att_type else None
 

@@ -60,10 +60,10 @@ class _InBlocks(ModuleMixin):
         """
         traced = is_traced() or getattr(self.config, "onnx_export", False)
         if output_attentions or traced or is_index_masked is None or is_index_global_attn is None:
-            asked = attention_mask, is_index_masked, is_index_global_attn, is_global_attn, output_attentions
-            return super().forward(hidden_states, *asked)
+            arguments = attention_mask, is_index_masked, is_index_global_attn, is_global_attn, output_attentions
+            return super().forward(hidden_states, *arguments)
         B, N, _ = hidden_states.shape
-        query, key, value = (self._heads(own(hidden_states)) for own in (self.query, self.key, self.value))
+        query, key, value = (self._heads(proj(hidden_states)) for proj in (self.query, self.key, self.value))
         reach = self.one_sided_attn_window_size
         window, in_windows = Window(reach, reach), ~(is_index_masked | is_index_global_attn)
 
@@ -84,9 +84,9 @@ class _InBlocks(ModuleMixin):
         ).flatten(2)
         output = output.masked_fill(is_index_masked[..., None], 0.0)
         if places is not None:
-            found = self._of_global_tokens(hidden_states, places, is_index_masked).to(output.dtype)
-            found = torch.where(present[..., None], found, _rows(output, places))
-            output = output.scatter(1, places[..., None].expand_as(found), found)
+            global_output = self._of_global_tokens(hidden_states, places, is_index_masked).to(output.dtype)
+            global_output = torch.where(present[..., None], global_output, _rows(output, places))
+            output = output.scatter(1, places[..., None].expand_as(global_output), global_output)
         return (output,)
 
     def _of_global_tokens(
@@ -97,7 +97,7 @@ class _InBlocks(ModuleMixin):
         few = places.shape[1] <= self.head_dim and hidden_states.dtype in (torch.float32, torch.float64)
         if few and _is_untouched(self.key_global, hidden_states) and _is_untouched(self.value_global, hidden_states):
             return self._of_few(query, hidden_states, is_index_masked)
-        key, value = (self._heads(own(hidden_states)) for own in (self.key_global, self.value_global))
+        key, value = (self._heads(proj(hidden_states)) for proj in (self.key_global, self.value_global))
         weights = self._weights(query @ key.transpose(2, 3), is_index_masked)
         return (weights @ value).transpose(1, 2).flatten(2)
 
@@ -107,9 +107,9 @@ class _InBlocks(ModuleMixin):
         `q · (W x + b)` is `(Wᵀ q) · x + q · b`, and the values are made of the weighted hidden states.
         """
 
-        def by_head(own: Any) -> tuple[torch.Tensor, torch.Tensor]:
+        def by_head(linear: Any) -> tuple[torch.Tensor, torch.Tensor]:
             """Weight `(H, D, E)` and bias `(H, 1, D)`."""
-            return own.weight.unflatten(0, (self.num_heads, -1)), own.bias.unflatten(0, (self.num_heads, 1, -1))
+            return linear.weight.unflatten(0, (self.num_heads, -1)), linear.bias.unflatten(0, (self.num_heads, 1, -1))
 
         weight, bias = by_head(self.key_global)
         scores = ((query @ weight).flatten(1, 2) @ hidden_states.transpose(1, 2)).unflatten(1, (self.num_heads, -1))

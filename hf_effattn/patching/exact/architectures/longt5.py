@@ -64,11 +64,11 @@ class _InBlocks(ModuleMixin):
             return heads[:, None].expand(-1, n, -1, -1, -1).flatten(0, 1)
 
         query = in_blocks(self.q(hidden_states), 0)
-        key, value = (in_blocks(own(hidden_states), L) for own in (self.k, self.v))
+        key, value = (in_blocks(proj(hidden_states), L) for proj in (self.k, self.v))
         means = self._means(hidden_states, mask)
         if means is not None:
             key, value = (
-                torch.cat([each, of_all_blocks(own(means))], dim=2) for each, own in ((key, self.k), (value, self.v))
+                torch.cat([each, of_all_blocks(proj(means))], dim=2) for each, proj in ((key, self.k), (value, self.v))
             )
         bias = position_bias.expand(B, n, -1, -1, -1).flatten(0, 1).to(query.dtype)
         dropout = self.dropout if self.training else 0.0

@@ -88,10 +88,10 @@ class ParakeetByRows(ParakeetEncoderAttention):
         Returns:
             `(torch.Tensor, torch.Tensor | None)`: `(B, N, E)`, and the weights if asked for.
         """
-        asked = bool(kwargs.get("output_attentions")) or matrices_are_collected(self)
-        if asked or in_a_graph():
+        wants_weights = bool(kwargs.get("output_attentions")) or matrices_are_collected(self)
+        if wants_weights or in_a_graph():
             return super().forward(hidden_states, position_embeddings, attention_mask, **kwargs)
-        query, key, value = (self._heads(own(hidden_states)) for own in (self.q_proj, self.k_proj, self.v_proj))
+        query, key, value = (self._heads(proj(hidden_states)) for proj in (self.q_proj, self.k_proj, self.v_proj))
         if not (self.training and self.config.dropout_positions):
             position_embeddings = position_embeddings[:1]  # those of all texts
         output = attend_by_distance_vectors(

@@ -45,11 +45,11 @@ class PixtralVisionModel(modeling_pixtral.PixtralVisionModel):
             return_dict = getattr(self.config, "return_dict", True)
         sizes = [pixel_values.shape[2:]] * len(pixel_values) if image_sizes is None else image_sizes
         patches = [int(height // self.patch_size) * int(width // self.patch_size) for height, width in sizes]
-        found = []
+        outputs = []
         for group in _groups(patches):
             told = {IMAGES: patches[group], "return_dict": True, **kwargs}
-            found.append(super().forward(pixel_values[group], image_sizes=sizes[group], **told))
-        merged = found[0] if len(found) == 1 else _merged(found)
+            outputs.append(super().forward(pixel_values[group], image_sizes=sizes[group], **told))
+        merged = outputs[0] if len(outputs) == 1 else _merged(outputs)
         return merged if return_dict else merged.to_tuple()
 
 
@@ -78,7 +78,7 @@ def _groups(patches: list[int]) -> list[slice]:
 
 def _merged(outputs: list[Any]) -> Any:
     """What several groups gave, as if they had been one."""
-    return type(outputs[0])(**{name: _joined([one[name] for one in outputs]) for name in outputs[0]})
+    return type(outputs[0])(**{name: _joined([output[name] for output in outputs]) for name in outputs[0]})
 
 
 def _joined(values: list[Any]) -> Any:

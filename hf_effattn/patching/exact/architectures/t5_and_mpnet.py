@@ -150,7 +150,7 @@ class _ByDistance(ModuleMixin):
     ) -> torch.Tensor:
         """Self-attention of one layer, `(B, N, E)`."""
         query, key, value = (
-            own(hidden_states).unflatten(2, (len(bias), -1)).transpose(1, 2) for own in (self.q, self.k, self.v)
+            proj(hidden_states).unflatten(2, (len(bias), -1)).transpose(1, 2) for proj in (self.q, self.k, self.v)
         )
         dropout = dropout if self.training else 0.0
         mask = None if mask is None else mask.clamp(min=floor(query.dtype)).to(query.dtype)
@@ -199,8 +199,8 @@ class _SharedBias(_T5ByDistance):
         by_transformers = self._by_transformers(added, bool(kwargs.get("output_attentions")))
         if position_bias is not None and position_bias.ndim == 2 and by_transformers:
             matrix = _as_matrix(position_bias, added, hidden_states.shape[1])
-            found = super().forward(hidden_states, position_bias=matrix, **kwargs)
-            return found[0], position_bias, *found[2:]
+            outputs = super().forward(hidden_states, position_bias=matrix, **kwargs)
+            return outputs[0], position_bias, *outputs[2:]
         if by_transformers or (position_bias is not None and position_bias.ndim > 2):
             return super().forward(hidden_states, mask=added, position_bias=position_bias, **kwargs)
         bias = self._biases(hidden_states) if position_bias is None else position_bias

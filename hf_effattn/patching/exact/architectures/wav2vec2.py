@@ -62,15 +62,15 @@ class _ByDistanceVectors(ModuleMixin):
         """
         if attention_mask is not None and not isinstance(attention_mask, torch.Tensor):  # flex_attention's, once set
             return super().forward(hidden_states, attention_mask, relative_position_embeddings, **kwargs)
-        asked = bool(kwargs.get("output_attentions")) or matrices_are_collected(self)
+        wants_weights = bool(kwargs.get("output_attentions")) or matrices_are_collected(self)
         shares = self.position_embeddings_type == "relative_key"
         # Without the vectors of "relative" transformers' code says what is missing.
         known = shares or (self.position_embeddings_type == "relative" and relative_position_embeddings is not None)
-        if asked or in_a_graph() or not known:
+        if wants_weights or in_a_graph() or not known:
             # What transformers' code of any version adds to the scores.
             added = added_mask(_seen(attention_mask), hidden_states.dtype)
             return super().forward(hidden_states, added, relative_position_embeddings, **kwargs)
-        query, key, value = (self._heads(own(hidden_states)) for own in (self.linear_q, self.linear_k, self.linear_v))
+        query, key, value = (self._heads(lin(hidden_states)) for lin in (self.linear_q, self.linear_k, self.linear_v))
         if shares or relative_position_embeddings is None:
             vectors, of_key, of_distance = self._shared(query), query, query
         else:

@@ -83,9 +83,9 @@ def _text_by_text(*rows: torch.Tensor, **options: Any) -> tuple[torch.Tensor, ..
     """`slice_attention` of queries, keys and values, with position terms `(B, H, ...)` of each text."""
     outputs = []
     for text in range(rows[0].shape[0]):
-        own = {name: options[name] if options[name] is None else options[name][text : text + 1] for name in _OF_TEXTS}
+        cut = {name: options[name] if options[name] is None else options[name][text : text + 1] for name in _OF_TEXTS}
         terms = {name: options[name] if options[name] is None else options[name][text] for name in _TERMS}
-        outputs.append(slice_attention(*(part[text : text + 1] for part in rows), **options | own | terms))
+        outputs.append(slice_attention(*(part[text : text + 1] for part in rows), **options | cut | terms))
     return tuple(torch.cat(parts) for parts in zip(*outputs, strict=True))
 
 
@@ -167,13 +167,13 @@ def merged_attention(
     whole = _neighbours_seen_whole(how.slice_length, how.extension_ratio)
     of_token = torch.arange(query.shape[2], device=query.device) // how.slice_length
     # Of each row of coarse queries, a token or a slice, its own slice.
-    own = of_token if causal else torch.arange(slices.key.shape[2], device=query.device)
+    own_slice = of_token if causal else torch.arange(slices.key.shape[2], device=query.device)
     coarse_query = query if causal else slice_means(query, key_mask, how.slice_length)
     if causal and key_mask is not None:
         coarse_query = coarse_query.masked_fill(~key_mask[:, None, :, None], 0.0)
     if how.slice_terms[0] is not None:
         coarse_query = coarse_query + (how.slice_terms[0].index_select(-2, of_token) if causal else how.slice_terms[0])
-    distance = own[:, None] - torch.arange(slices.key.shape[2], device=query.device)
+    distance = own_slice[:, None] - torch.arange(slices.key.shape[2], device=query.device)
     scores, visible = slices.scores(coarse_query * scale, (distance if causal else distance.abs()) > whole)
     scores = scores.to(local_lse.dtype)
     weights = F.dropout(scores.softmax(dim=-1).to(value.dtype), how.dropout_p)
@@ -217,9 +217,9 @@ def merged_over_cache(
         token = token.gather(1, order)
     places = torch.arange(M, device=query.device)
     place = visible.sum(dim=2)[..., None] - 1  # (B, Q, 1), of each query among its text's tokens
-    own = place // how.slice_length
+    own_slice = place // how.slice_length
     extension = extension_tokens(how.slice_length, how.extension_ratio)
-    at = places - own * how.slice_length + extension  # (B, Q, M), place of a key in the query's window
+    at = places - own_slice * how.slice_length + extension  # (B, Q, M), place of a key in the query's window
     window = (at >= 0) & (places <= place)
     local_query = query
     if how.local_terms[0] is not None:
@@ -236,8 +236,8 @@ def merged_over_cache(
     slices = _Slices.of(key, value, summarised, how.slice_length, how.slice_terms[1])
     coarse_query = query
     if how.slice_terms[0] is not None:
-        coarse_query = query + take_rows(how.slice_terms[0].expand(B, -1, -1, -1), own[..., 0].clamp(min=0))
-    distance = own - torch.arange(slices.key.shape[2], device=query.device)
+        coarse_query = query + take_rows(how.slice_terms[0].expand(B, -1, -1, -1), own_slice[..., 0].clamp(min=0))
+    distance = own_slice - torch.arange(slices.key.shape[2], device=query.device)
     coarse, _ = slices.scores(
         coarse_query * scale, distance > _neighbours_seen_whole(how.slice_length, how.extension_ratio)
     )

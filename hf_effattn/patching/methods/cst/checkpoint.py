@@ -71,26 +71,26 @@ def load_positions(model: nn.Module, stack: Stack, name_or_path: Any, options: M
 
 def _names_in_checkpoint(path: str, prefix: str, name: str) -> list[str]:
     """What a table may be called, saved with a head or without one, whichever the model now has."""
-    own = f"{path}." if path else ""
-    return [f"{before}{NAME}.{name}" for before in (own, f"{prefix}.{own}", own.removeprefix(f"{prefix}."))]
+    start = f"{path}." if path else ""
+    return [f"{before}{NAME}.{name}" for before in (start, f"{prefix}.{start}", start.removeprefix(f"{prefix}."))]
 
 
 def _stored_tables(name_or_path: Any, variant: str | None, options: dict[str, Any]) -> dict[str, torch.Tensor] | None:
     """All tables in a checkpoint of one file or several, by their names there; None if it is not of safetensors."""
 
-    def found(name: str) -> str | None:
+    def cached(name: str) -> str | None:
         return cached_file(name_or_path, name, **options, _raise_exceptions_for_missing_entries=False)
 
     def of_variant(name: str) -> str:
         stem, _, ending = name.rpartition(".")
         return f"{stem}.{variant}.{ending}" if variant else name
 
-    index = found(of_variant(SAFE_WEIGHTS_INDEX_NAME))
+    index = cached(of_variant(SAFE_WEIGHTS_INDEX_NAME))
     names = {of_variant(SAFE_WEIGHTS_NAME)}
     if index is not None:
         weights: dict[str, str] = json.loads(Path(index).read_text(encoding="utf-8"))["weight_map"]
         names = {file for key, file in weights.items() if NAME in key}
-    paths = [path for path in map(found, sorted(names)) if path is not None]
+    paths = [path for path in map(cached, sorted(names)) if path is not None]
     if index is None and not paths:
         return None
     stored: dict[str, torch.Tensor] = {}

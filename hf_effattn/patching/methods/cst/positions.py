@@ -178,7 +178,7 @@ def positions_for(stack: Stack, window: int, slice_length: int) -> SlicePosition
     # Quantised projections may have parameters of integers, or none at all; others are stored in a byte each, and
     # computed with in more.
     parameters = *stack.modules[0].parameters(), *stack.model.parameters()
-    trainable = (one.dtype for one in parameters if one.is_floating_point() and one.element_size() > 1)
+    trainable = (tensor.dtype for tensor in parameters if tensor.is_floating_point() and tensor.element_size() > 1)
     dtype = next(trainable, torch.get_default_dtype())
     like = next(stack.modules[0].parameters(), None)
     device = execution_device(stack.modules[0])
@@ -194,8 +194,8 @@ def held_by(model: nn.Module) -> SlicePositions | None:
 
     What is found may be a wrapper that answers as its tables do, such as PEFT's for `modules_to_save`.
     """
-    found: Any = getattr(model, "base_model", model)._modules.get(NAME)
-    return found
+    tables: Any = getattr(model, "base_model", model)._modules.get(NAME)
+    return tables
 
 
 def attach(model: nn.Module, positions: nn.Module | None) -> None:

@@ -25,5 +25,5 @@ class Accuracy(evaluate.Metric):
         normalize: bool = True,
         sample_weight: np.ndarray | None = None,
     ) -> dict[str, float]:
-        found = accuracy_score(references, predictions, normalize=normalize, sample_weight=sample_weight)
-        return {"accuracy": float(found)}
+        accuracy = accuracy_score(references, predictions, normalize=normalize, sample_weight=sample_weight)
+        return {"accuracy": float(accuracy)}

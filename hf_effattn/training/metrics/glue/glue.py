@@ -33,7 +33,7 @@ class Glue(evaluate.Metric):
                 "pearson": float(pearsonr(predictions, references)[0]),
                 "spearmanr": float(spearmanr(predictions, references)[0]),
             }
-        found = {"accuracy": float(accuracy_score(references, predictions))}
+        scores = {"accuracy": float(accuracy_score(references, predictions))}
         if self.config_name in ACCURACY_AND_F1:
-            found["f1"] = float(f1_score(references, predictions))
-        return found
+            scores["f1"] = float(f1_score(references, predictions))
+        return scores

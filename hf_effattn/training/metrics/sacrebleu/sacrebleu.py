@@ -47,6 +47,6 @@ class Sacrebleu(evaluate.Metric):
             effective_order=use_effective_order,
         )
         # sacrebleu goes by the references: the first of every text, the second of every text, ...
-        found = bleu.corpus_score(list(predictions), [list(texts) for texts in zip(*several, strict=True)])
+        score = bleu.corpus_score(list(predictions), [list(texts) for texts in zip(*several, strict=True)])
         names = ("score", "counts", "totals", "precisions", "bp", "sys_len", "ref_len")
-        return {name: getattr(found, name) for name in names}
+        return {name: getattr(score, name) for name in names}

@@ -20,10 +20,10 @@ def words(text: str) -> list[str]:
     return ARTICLES.sub(" ", text.lower().translate(MARKS)).split()
 
 
-def overlap(found: list[str], wanted: list[str]) -> float:
+def overlap(predicted: list[str], wanted: list[str]) -> float:
     """F1 of the words, each as often as it stands there; 0 where none is common to both."""
-    common = (Counter(found) & Counter(wanted)).total()
-    return 2 * common / (len(found) + len(wanted)) if common else 0.0
+    common = (Counter(predicted) & Counter(wanted)).total()
+    return 2 * common / (len(predicted) + len(wanted)) if common else 0.0
 
 
 class Squad(evaluate.Metric):
@@ -49,11 +49,11 @@ class Squad(evaluate.Metric):
         self, predictions: Iterable[dict[str, str]], references: Iterable[dict[str, Any]]
     ) -> dict[str, float]:
         wanted = {row["id"]: [words(text) for text in row["answers"]["text"]] for row in references}
-        found = {row["id"]: words(row["prediction_text"]) for row in predictions}
-        if wanted.keys() != found.keys():
-            raise ValueError(f"predictions and references differ in {len(wanted.keys() ^ found.keys())} ids")
+        predicted = {row["id"]: words(row["prediction_text"]) for row in predictions}
+        if wanted.keys() != predicted.keys():
+            raise ValueError(f"predictions and references differ in {len(wanted.keys() ^ predicted.keys())} ids")
         if [] in wanted.values():
             raise ValueError("a question has no answer: SQuAD v1.1 has no such question, squad_v2 counts them")
-        exact = [found[name] in answers for name, answers in wanted.items()]
-        f1 = [max(overlap(found[name], answer) for answer in answers) for name, answers in wanted.items()]
+        exact = [predicted[name] in answers for name, answers in wanted.items()]
+        f1 = [max(overlap(predicted[name], answer) for answer in answers) for name, answers in wanted.items()]
         return {"exact_match": 100 * sum(exact) / len(exact), "f1": 100 * sum(f1) / len(f1)}

@@ -20,11 +20,11 @@ def words(text: str) -> list[str]:
     return ARTICLES.sub(" ", text.lower().translate(MARKS)).split()
 
 
-def overlap(found: list[str], wanted: list[str]) -> float:
+def overlap(predicted: list[str], wanted: list[str]) -> float:
     """F1 of the words, each as often as it stands there; unlike in v1.1, no words at all are equal to no words."""
-    if not found or not wanted:
-        return float(found == wanted)
-    return 2 * (Counter(found) & Counter(wanted)).total() / (len(found) + len(wanted))
+    if not predicted or not wanted:
+        return float(predicted == wanted)
+    return 2 * (Counter(predicted) & Counter(wanted)).total() / (len(predicted) + len(wanted))
 
 
 def best_threshold(scores: np.ndarray, gains: np.ndarray, probability: np.ndarray) -> tuple[float, float]:
@@ -71,28 +71,24 @@ class SquadV2(evaluate.Metric):
         references: Iterable[dict[str, Any]],
         no_answer_threshold: float = 1.0,
     ) -> dict[str, float]:
-        found = {row["id"]: row for row in predictions}
+        predicted = {row["id"]: row for row in predictions}
         wanted = {row["id"]: row["answers"]["text"] for row in references}
-        if wanted.keys() != found.keys():
-            raise ValueError(f"predictions and references differ in {len(wanted.keys() ^ found.keys())} ids")
+        if wanted.keys() != predicted.keys():
+            raise ValueError(f"predictions and references differ in {len(wanted.keys() ^ predicted.keys())} ids")
         exact, f1 = np.zeros(len(wanted)), np.zeros(len(wanted))
         for place, (name, answers) in enumerate(wanted.items()):
-            answer = words(found[name]["prediction_text"])
+            answer = words(predicted[name]["prediction_text"])
             # An answer without a word that counts is as good as none.
             wanted_words = [counted for counted in map(words, answers) if counted] or [[]]
             exact[place] = answer in wanted_words
             f1[place] = max(overlap(answer, other) for other in wanted_words)
         has_answer = np.array([bool(answers) for answers in wanted.values()])
-        answered = np.array([bool(found[name]["prediction_text"]) for name in wanted])
-        probability = np.array([found[name]["no_answer_probability"] for name in wanted])
+        answered = np.array([bool(predicted[name]["prediction_text"]) for name in wanted])
+        probability = np.array([predicted[name]["no_answer_probability"] for name in wanted])
         refused = probability > no_answer_threshold
         scores = {"exact": np.where(refused, ~has_answer, exact), "f1": np.where(refused, ~has_answer, f1)}
         results: dict[str, float] = {}
-        for prefix, chosen in (
-            ("", np.ones_like(has_answer)),
-            ("HasAns_", has_answer),
-            ("NoAns_", ~has_answer),
-        ):
+        for prefix, chosen in (("", np.ones_like(has_answer)), ("HasAns_", has_answer), ("NoAns_", ~has_answer)):
             if chosen.any():
                 results |= {prefix + name: 100 * float(values[chosen].mean()) for name, values in scores.items()}
                 results[prefix + "total"] = int(chosen.sum())
