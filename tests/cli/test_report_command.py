@@ -141,6 +141,7 @@ def test_a_model_of_a_type_without_a_tokenizer_is_told_what_to_do(tmp_path):
     assert "hf_effattn.report(model, inputs)" in result.stderr
 
 
+@pytest.mark.slow
 @pytest.mark.filterwarnings("ignore:report was interrupted")
 def test_an_interruption_keeps_the_page_of_what_was_measured(real_model_folder, monkeypatch, tmp_path):
     def stop(done, total, what):

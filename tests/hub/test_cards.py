@@ -39,6 +39,7 @@ def made(name):
     return changed(kind.build(), kind)
 
 
+@pytest.mark.slow_except("bert-per-head", "bert-cst", "gpt2-bi-clustered", "cst-*", "clusterformer-translation")
 @pytest.mark.parametrize("name", KINDS)
 def test_a_card_loads_the_model_and_names_task_and_method(name, tmp_path):
     kind, model = KINDS[name], made(name)

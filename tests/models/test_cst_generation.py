@@ -109,6 +109,7 @@ def test_the_cache_says_which_models_it_is_not_for():
         CSTCacheLayer().update(torch.zeros(1, 1, 1, 1), torch.zeros(1, 1, 1, 1))
 
 
+@pytest.mark.slow_except("global_tokens", "three_levels")
 @pytest.mark.parametrize("variant", ["paper", "three_levels", "global_tokens", "mlp_global_local", "full"])
 def test_crop_puts_the_cache_back_to_any_column_that_was_recorded(variant):
     """A state cannot be cut: what it was made of is kept while transformers asks for it, with padding anywhere."""

@@ -44,7 +44,7 @@ def test_the_exporter_says_what_to_do(make: Callable[[], nn.Module], instead: st
         torch.onnx.export(OfWords(make()), (torch.arange(5, 26)[None],), io.BytesIO(), dynamo=False)
 
 
-@pytest.mark.slow_except("clusterformer-length")
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("make", "axis"),
     [

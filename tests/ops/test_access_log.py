@@ -235,7 +235,7 @@ def kernels_in_the_package() -> Iterator[str]:
                 yield node.name
 
 
-@pytest.mark.slow_except("clustering", "causal")
+@pytest.mark.slow_except("clustering")
 @pytest.mark.parametrize(
     "call",
     [

@@ -232,6 +232,7 @@ def test_float16_holds_large_residuals():
     assert_close_to_reference("output", actual["output"], expected["output"], rtol=2e-3)
 
 
+@pytest.mark.slow
 def test_every_query_its_own_cluster_is_exact():
     case = replace(SMALL, H=1, clusters=SMALL.N)
     inputs = FIRST_ORDER.make(case, torch.float32) | {"labels": torch.arange(case.N).expand(1, 1, -1)}

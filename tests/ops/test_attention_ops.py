@@ -78,6 +78,7 @@ def test_with_all_keys_recomputed_is_exact(op, backend, masks):
     assert_exact(case, inputs, attend(op, case, inputs, backend=backend))
 
 
+@pytest.mark.slow_except("*-row-batched-*", "1-9-holes-batched-*", "7-3-holes-reference-*")
 @each_op
 @each_backend
 @pytest.mark.parametrize("masks", ["holes", "row"])
@@ -110,6 +111,7 @@ def test_weights_sum_to_one_and_masked_keys_have_none(op, backend, masks):
     assert (weights.transpose(2, 3)[~key_mask[:, None].expand(-1, case.H, -1)] == 0).all()
 
 
+@pytest.mark.slow_except("bi_clustered_attention-*")
 @pytest.mark.parametrize(
     ("op", "name", "label", "message"),
     [

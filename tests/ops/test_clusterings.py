@@ -61,6 +61,7 @@ def assert_labels_are_the_groups(labels, truth):
         assert len(pairs) == len(head.unique()) == len(truth.unique())
 
 
+@pytest.mark.slow_except("30-29-*", "700-20-*", "101-7-left-*", "101-7-few-*")
 @each_variant
 @pytest.mark.parametrize(
     ("N", "clusters", "masks"),

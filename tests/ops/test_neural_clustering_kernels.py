@@ -23,7 +23,7 @@ def test_parts_of_the_words_are_merged(monkeypatch, parts, form):
     check_kernels(NEURAL_CLUSTERING, case, NEURAL_CLUSTERING.make(case, torch.float32))
 
 
-@pytest.mark.slow_except("70-2-cosine", "70-2-dot")
+@pytest.mark.slow_except("70-2-cosine")
 @pytest.mark.parametrize("similarity", ["dot", "cosine"])
 @pytest.mark.parametrize(("kib", "parts"), [(0, 1), (70, 1), (70, 2)])
 def test_scores_of_a_few_words_at_a_time(monkeypatch, kib, parts, similarity, form):
@@ -55,6 +55,7 @@ def test_half_precision_keeps_the_gradients_of_many_words(backend):
     assert_close_to_reference("centroids", actual, expected, rtol=torch.finfo(torch.float16).eps)
 
 
+@pytest.mark.slow_except("a_gpu")
 @pytest.mark.usefixtures("autocast_rules")
 def test_autocast_does_not_change_how_parts_are_merged(monkeypatch, form):
     monkeypatch.setattr(form, "split_count", lambda *sizes: 3)

@@ -11,6 +11,7 @@ from transformers import DynamicCache, StaticCache
 from hf_effattn.patching.model_types.stacks import find_stacks
 
 
+@pytest.mark.slow_except("merged-1-*", "merged-3-*", "local-global-3-*")
 @pytest.mark.parametrize(
     ("composition", "ratio", "dtype"),
     [

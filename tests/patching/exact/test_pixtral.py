@@ -188,6 +188,7 @@ def test_the_switch_of_transformers_keeps_its_mask(masks: list[list[int]]) -> No
     assert torch.equal(model(**inputs).last_hidden_state, approximate)
 
 
+@pytest.mark.slow
 @torch.no_grad()
 def test_a_report_measures_the_first_image(masks: list[list[int]]) -> None:
     model, inputs = make_tower(), images()
@@ -205,6 +206,7 @@ def test_a_report_measures_the_first_image(masks: list[list[int]]) -> None:
     assert METHOD in {settings["method"] for settings in default.methods.values()}
 
 
+@pytest.mark.slow_except("mistral3")
 @pytest.mark.parametrize("model_type", TOGETHER)
 @torch.no_grad()
 def test_within_a_model_that_reads_text(model_type: str, tmp_path: Path, masks: list[list[int]]) -> None:
