@@ -10,14 +10,15 @@ import torch
 from support.gpu_autocast import autocast_of_a_gpu
 from support.tiny_decoders import SIZES, left_padded, make_model, tokens
 from support.tiny_models import (
+    KINDS,
     MODEL_TYPES,
     SMALL_SETTINGS,
     WITH_TOPK,
     as_one_graph,
     batch_for,
     encoded,
-    mostly_slow,
     tiny_model,
+    with_methods,
 )
 from transformers.cache_utils import DynamicLayer
 
@@ -60,11 +61,18 @@ def rounding(model: Any, batch: Any, way: str) -> Iterator[None]:
 
 
 @pytest.mark.slow_except("bert-*-bi-clustered", "vit-bf16-bi-clustered", "vit-autocast-bi-clustered")
-@pytest.mark.parametrize("method", WITH_TOPK)
 @pytest.mark.parametrize(
-    ("model_type", "way"),
-    # X-MOD's adapters fail under autocast in transformers itself.
-    mostly_slow((name, way) for name in MODEL_TYPES for way in WAYS_TO_ROUND if name != "xmod" or way in DTYPES),
+    ("model_type", "way", "method"),
+    with_methods(
+        WITH_TOPK,
+        # X-MOD's adapters fail under autocast in transformers itself.
+        [
+            (name, way)
+            for name in MODEL_TYPES
+            for way in (WAYS_TO_ROUND if name in KINDS else ("bf16", "autocast of a GPU"))
+            if name != "xmod" or way in DTYPES
+        ],
+    ),
 )
 def test_low_precision(model_type: str, way: str, method: str, attended: list[str]) -> None:
     """It adds no more than it adds to exact attention, up to clusters that rounding puts elsewhere."""
@@ -174,14 +182,13 @@ COMPILED: dict[str, tuple[str, dict[str, Any], dict[str, Any]]] = {
     **{f"bert, {method}": ("bert", {}, {"method": method, **SMALL_SETTINGS[method]}) for method in WITH_TOPK},
     **{
         f"{name}, bi-clustered": (name, {}, {"method": "bi-clustered", **SMALL_SETTINGS["bi-clustered"]})
-        for name in ("modernbert", "distilbert", "vit", "whisper")
+        for name in ("modernbert", "whisper")
     },
     "bert, per-head": ("bert", {}, PER_HEAD),
     "bert, cst": ("bert", {}, {"method": "cst", "slice_length": 4}),
     "bert, local-global": ("bert", {}, LOCAL),
     "gpt2, cst": ("gpt2", {"use_cache": False}, {"method": "cst", "slice_length": 4}),
     "gpt2, local-global": ("gpt2", {"use_cache": False}, LOCAL),
-    "llama, clustered": ("llama", {"use_cache": False}, CLUSTERED),
     "llama, i-clustered": ("llama", {"use_cache": False}, {"method": "i-clustered", "clusters": 4, **CAUSAL_KEYS}),
     "llama, bi-clustered": ("llama", {"use_cache": False}, {"method": "bi-clustered", **CAUSAL}),
     "sinks": ("granite_swa", {"use_cache": False} | SINKING, {"method": "bi-clustered", **CAUSAL}),

@@ -23,7 +23,6 @@ PROMISED = [
     ("i-clustered", 128, FEW, 0.997),
     ("i-clustered", 256, FEW, 0.989),
     ("i-clustered", 256, MANY, 0.999),
-    ("i-clustered", 512, MANY, 0.997),
     ("bi-clustered", 128, FEW | {"key_clusters": 50}, 0.999),
     ("bi-clustered", 256, FEW | {"key_clusters": 50}, 0.995),
     ("bi-clustered", 512, MANY | {"key_clusters": 200}, 0.999),

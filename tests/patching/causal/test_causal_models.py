@@ -64,14 +64,12 @@ each_method = pytest.mark.parametrize("method", METHODS)
 # Every type by its default; by every method those in which what attends differs: sinks, queries and keys wider than
 # values, layers of another kind between.
 ATTENDING = (*FAST, "mimo_v2_flash", "deepseek_v3", "qwen3_next")
-each_model_and_method = pytest.mark.parametrize(
-    ("method", "model_type"),
-    [
-        pytest.param(method, name, marks=[] if name in FAST else pytest.mark.slow)
-        for method in METHODS
-        for name in MODELS
-        if method == "bi-clustered" or name in ATTENDING
-    ],
+MODELS_AND_METHODS = [
+    (method, name) for method in METHODS for name in MODELS if method == "bi-clustered" or name in ATTENDING
+]
+each_model_and_cache = pytest.mark.parametrize(
+    ("cache", "model_type"),
+    [("dynamic", name) for name in MODELS] + [("static", name) for name in MODELS if name in ATTENDING],
 )
 
 
@@ -91,8 +89,14 @@ def test_every_causal_model_type_and_method_is_covered() -> None:
     "torch.float32-clustered-llama|torch.float32-i-clustered-llama|torch.float32-bi-clustered-gpt_oss",
     "torch.bfloat16-bi-clustered-gpt2",
 )
-@each_model_and_method
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+@pytest.mark.parametrize(
+    ("dtype", "method", "model_type"),
+    [
+        *((torch.float32, method, name) for method, name in MODELS_AND_METHODS),
+        *((torch.bfloat16, method, name) for method, name in MODELS_AND_METHODS if name in ATTENDING),
+    ],
+    ids=str,
+)
 @torch.no_grad()
 def test_no_logit_sees_a_later_token(model_type: str, method: str, dtype: torch.dtype, lengths: list[int]) -> None:
     model = patch(make_model(model_type).to(dtype), method)
@@ -132,7 +136,7 @@ def test_a_window_over_all_is_the_exact_model(model_type: str, lengths: list[int
 
 
 @pytest.mark.slow_except("clustered-gpt2", "i-clustered-gpt2", "bi-clustered-llama", "bi-clustered-gpt_oss")
-@each_model_and_method
+@pytest.mark.parametrize(("method", "model_type"), MODELS_AND_METHODS)
 @torch.no_grad()
 def test_a_padded_batch_is_its_texts_alone(model_type: str, method: str) -> None:
     model = patch(make_model(model_type).double(), method)
@@ -177,8 +181,7 @@ def test_where_no_length_was_measured_the_model_stays_exact_and_says_so(
 
 
 @pytest.mark.slow_except("dynamic-llama", "dynamic-gpt_oss", "static-gpt2", "dynamic-opt")
-@each_model
-@pytest.mark.parametrize("cache", ["dynamic", "static"])
+@each_model_and_cache
 @torch.no_grad()
 def test_generation(model_type: str, cache: str, lengths: list[int]) -> None:
     """The prompt runs by the method, once per layer; every step after it exactly over the keys of the cache."""
@@ -201,8 +204,8 @@ def test_generation(model_type: str, cache: str, lengths: list[int]) -> None:
     assert torch.equal(written, by_hand)
 
 
-@each_model
-@pytest.mark.parametrize("cache", ["dynamic", "static"])
+@pytest.mark.slow_except("dynamic-llama", "dynamic-gpt_oss", "static-gpt2", "dynamic-opt")
+@each_model_and_cache
 @torch.no_grad()
 def test_further_chunks_of_a_prompt_are_exact_over_the_cache(model_type: str, cache: str, lengths: list[int]) -> None:
     model = make_model(model_type).double()
@@ -369,7 +372,7 @@ def test_a_graph_that_has_to_serve_packed_texts_says_that_it_is_exact(method: st
 
 
 @pytest.mark.slow_except("gpt_oss")
-@pytest.mark.parametrize("model_type", slow_but(("gpt2", "gpt_oss"), MODELS))
+@pytest.mark.parametrize("model_type", [name for name in MODELS if name in (*ATTENDING, *EAGER, *HYBRIDS)])
 @torch.no_grad()
 def test_attention_weights(model_type: str) -> None:
     """GPT-2 and OPT do not hand the question on."""
