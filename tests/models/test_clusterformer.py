@@ -339,11 +339,8 @@ NOT_CAUSAL = (
 
 
 @pytest.mark.slow_except(
-    "*MaskedLM'>-{}-True-*|*MaskedLM'>-{'gated': False*'sorting_loss_weight': 0.0}-False-False",
-    "*MaskedLM'>-{'assignment': *-None-False",
-    "*MaskedLM'>-{'gated': False*'attend_centroids': True}-True-True",
-    "*CausalLM'>-{'gated': False, 'cluster_loss_weight': 0.0}-True-False",
-    "*CausalLM'>-{'assignment': 'full'}-None-True",
+    "*MaskedLM'>-{}-True-*|*MaskedLM'>*'assignment': *-None-False|*MaskedLM'>-*'attend_centroids': True}-True-True",
+    "*'sorting_loss_weight': 0.0}-False-False|*CausalLM'>-{'assignment': 'full'}-None-True",
 )
 @pytest.mark.parametrize("loaded", [False, True])
 @pytest.mark.parametrize(

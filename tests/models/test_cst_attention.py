@@ -170,15 +170,7 @@ def test_the_perturbation_test_finds_the_leaks_it_is_for(mistake, monkeypatch):
     assert not torch.equal(model(changed).logits[:, 4:6], before[:, 4:6])
 
 
-@pytest.mark.slow_except(
-    "paper",
-    "three_levels",
-    "global_tokens",
-    "max_pooling",
-    "linear_pooling",
-    "mlp_global_local",
-    "full_with_positions_of_keys",
-)
+@pytest.mark.slow_except("paper|three_levels|global_tokens|*_pooling|mlp_global_local|full_*")
 @every_variant
 def test_what_stands_in_padding_changes_nothing(variant):
     """Neither the outputs nor the gradients, whatever the masked embeddings hold."""
