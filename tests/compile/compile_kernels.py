@@ -99,8 +99,8 @@ def cuda_resources(cubin: bytes) -> dict[str, int]:
     with tempfile.NamedTemporaryFile(suffix=".cubin") as file:
         file.write(cubin)
         file.flush()
-        found = subprocess.run([tool, "-res-usage", file.name], capture_output=True, text=True, check=True).stdout
-    usage = {name: int(number) for name, number in re.findall(r"(REG|STACK|LOCAL):(\d+)", found)}
+        listing = subprocess.run([tool, "-res-usage", file.name], capture_output=True, text=True, check=True).stdout
+    usage = {name: int(number) for name, number in re.findall(r"(REG|STACK|LOCAL):(\d+)", listing)}
     return {"registers": usage["REG"], "spilled": usage["STACK"] + usage["LOCAL"]}
 
 

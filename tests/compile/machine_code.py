@@ -51,8 +51,8 @@ def instructions(cubin: bytes) -> dict[str, int]:
         file.write(cubin)
         file.flush()
         code = subprocess.run([tool, "-c", file.name], capture_output=True, text=True, check=True).stdout
-    found = re.findall(r"^\s+(?:/\*\w+\*/\s+)?(?:@!?U?P\w+\s+)?([A-Z][A-Z0-9_.]+)", code, flags=re.MULTILINE)
-    return {name: sum(re.match(pattern, one) is not None for one in found) for name, pattern in INSTRUCTIONS.items()}
+    names = re.findall(r"^\s+(?:/\*\w+\*/\s+)?(?:@!?U?P\w+\s+)?([A-Z][A-Z0-9_.]+)", code, flags=re.MULTILINE)
+    return {name: sum(re.match(pattern, op) is not None for op in names) for name, pattern in INSTRUCTIONS.items()}
 
 
 class Recorder(Compiler):
@@ -111,14 +111,14 @@ def record() -> dict[str, Any]:
     start(GPU)
     recorder = Recorder()
     recorder.install()
-    found = {}
+    launches = {}
     for name, call in layers().items():
         output = call()
-        found[name], recorder.launches = recorder.launches, []
+        launches[name], recorder.launches = recorder.launches, []
         output.sum().backward()
-        found[f"{name}, backward"], recorder.launches = recorder.launches, []
+        launches[f"{name}, backward"], recorder.launches = recorder.launches, []
     settings = {"gpu": GPU, "dtype": DTYPE, "length": LENGTH, "heads": HEADS, "head_dim": HEAD_DIM}
-    return settings | {"triton": triton.__version__, "layers": found}
+    return settings | {"triton": triton.__version__, "layers": launches}
 
 
 if __name__ == "__main__":

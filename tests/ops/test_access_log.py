@@ -112,8 +112,8 @@ def test_the_last_to_arrive_may_do_as_it_likes(monkeypatch):
         for name in ("no barrier", "not last"):
             control(name)
             races = ["load by one program and store by another", "store by two programs"]
-            own = ["load of what the program itself stored"]
-            assert [line.partition(": ")[2] for line in log.findings] == races + own
+            load = ["load of what the program itself stored"]
+            assert [line.partition(": ")[2] for line in log.findings] == races + load
             log.findings.clear()
 
 
