@@ -94,11 +94,7 @@ def _verdict(methods: Rows, layers: Rows) -> str:
 
     def takes(kind: str) -> str:  # where a graph saves most of it, the time is the host's
         rows = [row for (name, length), row in methods.items() if name.startswith(kind) and name in METHODS]
-        by_host = [
-            row
-            for row in rows
-            if row["length"] in LENGTHS and row.get("forward_graph_ms", inf) < row["forward_ms"] / 2
-        ]
+        by_host = [r for r in rows if r["length"] in LENGTHS and r.get("forward_graph_ms", inf) < r["forward_ms"] / 2]
         times = [row["forward_ms"] for row in by_host]
         if not times:
             raise ValueError(f"the host no longer takes most of the time of {kind}: the verdict's words must change")

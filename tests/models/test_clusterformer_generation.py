@@ -141,10 +141,10 @@ def test_caches_without_room_for_clusters_are_named():
         model(texts(2, 3), past_key_values=cache)
 
 
-@pytest.mark.parametrize("own", [ClusterFormerForCausalLM, CSTForCausalLM])
-def test_a_cache_goes_by_both_of_its_names(own):
+@pytest.mark.parametrize("head", [ClusterFormerForCausalLM, CSTForCausalLM])
+def test_a_cache_goes_by_both_of_its_names(head):
     """transformers calls it `cache` from 5.24 on."""
-    model = cst_models.tiny_model(own) if own is CSTForCausalLM else tiny_model(own).double()
+    model = cst_models.tiny_model(head) if head is CSTForCausalLM else tiny_model(head).double()
     words = texts(2, 9).clamp(max=49)  # of the smaller vocabulary
     expected = model(words).logits[:, 6:]
     for name in ("cache", "past_key_values"):

@@ -181,17 +181,17 @@ def difference(a: list, b: list) -> list:
 
 def offsets_with_loops(heads: list, clusters: int, query_mask: list) -> list:
     """Scaled queries that count less the mean of their cluster, of several heads `(queries, labels)`."""
-    found = []
+    offsets = []
     for query, labels in heads:
         scale = len(query[0]) ** -0.5
         for j in range(clusters):
             members = [
                 [scale * x for x in row]
-                for row, own, m in zip(query, labels, query_mask, strict=True)
-                if m and own == j
+                for row, label, m in zip(query, labels, query_mask, strict=True)
+                if m and label == j
             ]
-            found += [difference(row, mean(members)) for row in members]
-    return found
+            offsets += [difference(row, mean(members)) for row in members]
+    return offsets
 
 
 def attend_to_key_clusters_with_loops(
