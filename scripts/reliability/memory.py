@@ -63,8 +63,8 @@ def allocated() -> int:
     """Bytes that malloc has handed out and that were not freed; of glibc 2.33 or newer."""
     library = ctypes.CDLL(None)
     library.mallinfo2.restype = _MallocInfo
-    found = library.mallinfo2()
-    return int(found.uordblks + found.hblkhd)
+    info = library.mallinfo2()
+    return int(info.uordblks + info.hblkhd)
 
 
 @torch.no_grad()

@@ -80,7 +80,7 @@ def layers(length: int = LENGTH) -> dict[str, Callable[[], Any]]:
     cluster_queries, improved, bi_clustered_attention, slices = (
         getattr(import_module(f"hf_effattn.ops.{name}.triton"), name) for name in names
     )
-    offsets = import_module("hf_effattn.ops.bi_clustered_attention.triton.residuals").query_residuals
+    residuals = import_module("hf_effattn.ops.bi_clustered_attention.triton.residuals").query_residuals
     query, key, value = tensors(HEAD_DIM, DTYPES[DTYPE], length=length, heads=HEADS, key_heads=HEADS)
     labels = torch.zeros(1, HEADS, length, dtype=torch.int64)
     plain = None, None, HEAD_DIM**-0.5, 0.0, None
@@ -90,7 +90,7 @@ def layers(length: int = LENGTH) -> dict[str, Callable[[], Any]]:
         return improved(query, key, value, labels, 100, 32, *plain)
 
     def bi_clustered() -> torch.Tensor:
-        offsets(query.detach(), labels, None, 64, 2048)
+        residuals(query.detach(), labels, None, 64, 2048)
         rest = HEAD_DIM**-0.5, 0.0, None
         counts = ([count] * key.shape[1] for count in (64, 32, 64))
         return bi_clustered_attention(query, key, value, labels, labels, *counts, None, None, None, *rest)

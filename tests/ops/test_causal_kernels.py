@@ -157,8 +157,8 @@ def test_bfloat16_queries_find_the_nearest_centroid(shift):
     centroids = cluster_means(points, members).bfloat16()
     chosen = torch.empty(1, 1, 128, dtype=torch.int64, device=DEVICE)
     assign(points, Rows(128, 128), known_centroids(centroids, members.starts, metric), chosen)
-    offsets = points[0, 0, :, None].double() - centroids.double()
-    distances = torch.einsum("ncd,de,nce->nc", offsets, metric[0].double(), offsets)
+    residuals = points[0, 0, :, None].double() - centroids.double()
+    distances = torch.einsum("ncd,de,nce->nc", residuals, metric[0].double(), residuals)
     assert torch.equal(chosen[0, 0], distances.argmin(dim=1))
 
 

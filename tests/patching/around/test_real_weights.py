@@ -5,7 +5,7 @@ from functools import cache
 import pytest
 import torch
 import torch.nn.functional as F
-from support.attention_cases import attend_to_key_clusters_with_loops, offsets_with_loops
+from support.attention_cases import attend_to_key_clusters_with_loops, residuals_with_loops
 from support.closeness import assert_close_to_reference
 
 import hf_effattn
@@ -140,8 +140,8 @@ def layers(bert):
     for query, key, value in seen:
         query = query * query.shape[-1] ** -0.5
         labels = cluster_queries(query, CLUSTERS, key=key)
-        offsets, _ = query_residuals(query, labels, CLUSTERS)
-        inputs.append((query, key, value, labels, cluster_queries(key, KEY_CLUSTERS, key=offsets)))
+        residuals, _ = query_residuals(query, labels, CLUSTERS)
+        inputs.append((query, key, value, labels, cluster_queries(key, KEY_CLUSTERS, key=residuals)))
     assert len(inputs) == 6
     return inputs
 
@@ -150,9 +150,9 @@ def by_the_definition(query, key, value, labels, key_labels):
     """One head `(N, D)`, sums written out."""
     head = (query * query.shape[1] ** 0.5).tolist(), key.tolist(), value.tolist(), labels.tolist()
     seen = [True] * LENGTH
-    offsets = offsets_with_loops([(head[0], head[3])], CLUSTERS, seen)
+    residuals = residuals_with_loops([(head[0], head[3])], CLUSTERS, seen)
     counts = CLUSTERS, KEY_CLUSTERS, TOPK
-    rows = attend_to_key_clusters_with_loops(*head, key_labels.tolist(), offsets, *counts, seen, seen)
+    rows = attend_to_key_clusters_with_loops(*head, key_labels.tolist(), residuals, *counts, seen, seen)
     return torch.tensor(rows, dtype=torch.float64)
 
 

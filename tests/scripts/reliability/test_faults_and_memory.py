@@ -261,8 +261,8 @@ def test_rows_of_versions_that_are_no_longer_allowed_go_with_the_next_run(tmp_pa
     (tmp_path / "versions.json").write_text(json.dumps({"rows": rows, "settings": {}}))
     monkeypatch.setattr(versions, "try_suite", lambda *arguments: {"passed": 1})
     versions.main(in_this=True, only="ViT", output=tmp_path / "versions.json")
-    kept = json.loads((tmp_path / "versions.json").read_text())["rows"]
-    assert [(row["versions"], row["suite"]) for row in kept] == [
+    remaining = json.loads((tmp_path / "versions.json").read_text())["rows"]
+    assert [(row["versions"], row["suite"]) for row in remaining] == [
         (names[0], "Bert"),
         (versions.here()[0].name, "ViT"),
     ]

@@ -122,11 +122,11 @@ def test_both_sets_of_mnli_are_evaluated(base, tmp_path, capsys):
     output, card = tmp_path / "mnli.json", tmp_path / "cards" / "mnli.md"
     options = {"base": base, "methods": "clustered-2", "seeds": "0", "local": True, "runs": tmp_path / "runs"}
     approximate.main("mnli", output=output, card=card, **options)
-    kept = json.loads(output.read_text())["rows"]
-    assert [row["row"] for row in kept] == ["full", "clustered-2"]
-    assert all(row["value"] == row["eval_matched_accuracy"] for row in kept)
+    saved = json.loads(output.read_text())["rows"]
+    assert [row["row"] for row in saved] == ["full", "clustered-2"]
+    assert all(row["value"] == row["eval_matched_accuracy"] for row in saved)
     assert "mnli, mismatched" in capsys.readouterr().out
-    cells = [f"{row['eval_mismatched_accuracy']:.3f}" for row in kept]
+    cells = [f"{row['eval_mismatched_accuracy']:.3f}" for row in saved]
     assert f"| mnli, mismatched | {cells[0]} | {cells[1]} |" in card.read_text()
     assert f"<sub>{base}, evaluated in bfloat16. " in card.read_text()
 
@@ -156,8 +156,8 @@ def test_results_of_ones_own_models_stay_apart(base, tmp_path, monkeypatch, no_r
     options = {"methods": "clustered-2", "seeds": "0", "local": True}
     for named in ({"model": base}, {"base": base}):
         approximate.main("sst2", **named, **options)
-    kept = json.loads((tmp_path / "runs" / "approximation.json").read_text())
-    assert [row["row"] for row in kept["rows"]] == ["full", "clustered-2"] * 2
+    saved = json.loads((tmp_path / "runs" / "approximation.json").read_text())
+    assert [row["row"] for row in saved["rows"]] == ["full", "clustered-2"] * 2
     results = Path(approximate.__file__).parents[1] / "results" / "approximation.json"
     before = results.read_bytes()
     no_runs.clear()
