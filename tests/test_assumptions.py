@@ -69,7 +69,7 @@ def test_windows_and_chunks_of_one_factory_share_code_and_hold_their_width_first
     assert [mask.__closure__[0].cell_contents for mask in (narrow, wide)] == [3, 5]
 
 
-@pytest.mark.parametrize("join", [and_masks, or_masks], ids=lambda one: one.__name__)
+@pytest.mark.parametrize("join", [and_masks, or_masks], ids=lambda function: function.__name__)
 def test_joined_masks_hold_their_parts_first(join: Any) -> None:
     """transformers/masking_utils.py. `patching/exact/windows.py` takes intersections and unions apart."""
     parts = causal_mask_function, sliding_window_overlay(3)

@@ -75,7 +75,7 @@ def upward_imports(root: Path, layers: tuple[str, ...] = LAYERS, inside: str = "
         f"{module} -> {imported}"
         for module, file in modules.items()
         for imported in imports_of(module, ast.parse(file.read_text(encoding="utf-8")), modules, inside)
-        if (own := module.split(".")[0]) != (other := imported.split(".")[0]) and places[own] >= places[other]
+        if (folder := module.split(".")[0]) != (target := imported.split(".")[0]) and places[folder] >= places[target]
     ]
 
 
@@ -127,8 +127,8 @@ def test_an_import_upwards_is_found(tmp_path: Path, line: str) -> None:
     for name in ("measuring/clock.py", "reporting/__init__.py", "cli/app.py"):
         (tmp_path / name).parent.mkdir()
         (tmp_path / name).write_text(line if name.startswith("measuring") else "")
-    (found,) = upward_imports(tmp_path)
-    assert found.startswith("measuring.clock -> ")
+    (upward,) = upward_imports(tmp_path)
+    assert upward.startswith("measuring.clock -> ")
 
 
 def test_a_circle_is_found(tmp_path: Path) -> None:

@@ -131,8 +131,8 @@ def held_out_tokens(tokenizer: PreTrainedTokenizerBase, files: tuple[str, ...] =
 def book_text(name: str) -> str:
     """A file of the data sets without what Project Gutenberg puts around a book."""
     text = gzip.decompress(dataset_path(name).read_bytes()).decode("utf-8")
-    found = GUTENBERG.search(text)
-    return re.sub(r"\r\n", "\n", found[1] if found else text).strip()
+    body = GUTENBERG.search(text)
+    return re.sub(r"\r\n", "\n", body[1] if body else text).strip()
 
 
 def load_causal_model(folder: Path) -> tuple[Any, Any]:

@@ -114,8 +114,8 @@ def order_zero(
         heads = torch.arange(P)[:, None, None] * N
         table = rows.new_empty(P, C, topk + G, D + 1 + value.shape[3])  # key, bias, value
         exact = rows.flatten(0, 1).index_select(0, (top + heads).flatten()).view(P, C, topk, -1)
-        for part, found in ((slice(topk), exact), (slice(topk, None), means[:, None])):
-            table[:, :, part, :D], table[:, :, part, D + 1 :] = found[..., :D], found[..., D:]
+        for part, sources in ((slice(topk), exact), (slice(topk, None), means[:, None])):
+            table[:, :, part, :D], table[:, :, part, D + 1 :] = sources[..., :D], sources[..., D:]
         table[:, :, :topk, D], table[:, :, topk:, D] = 0, log_rest
         table = table.flatten(0, 1)
         return queries.attend(ClusterTable(table[..., : D + 1], table[..., D + 1 :]))
@@ -165,7 +165,7 @@ def tilted(
         log_mass = mass.log().clamp_(min=NO_MASS)
         bias = log_mass - (means[..., :D] @ centroids[..., None])
         table = torch.cat([means[..., :D], bias], dim=3).flatten(0, 1)
-        found = ClusterTable(table, means[..., D:].flatten(0, 1))
+        summaries = ClusterTable(table, means[..., D:].flatten(0, 1))
         if dipole:
             products = torch.bmm(packed.transpose(1, 2)[:, :D], packed[..., D:])  # of keys and [values, 1]
             products = blocks.sum(products, P * G)
@@ -174,8 +174,8 @@ def tilted(
             covariances = products[..., :-1] / sizes - plain[:, :D, None] * plain[:, None, D:-1] / sizes**2
             share = log_mass[..., 0].softmax(dim=2)  # p̄_jc
             matrices = share @ covariances.view(P, G, -1)
-            found.dipole = Dipole(centroids.flatten(0, 1), matrices.view(P * C, D, Dv), 0)
-        return queries.attend(found)
+            summaries.dipole = Dipole(centroids.flatten(0, 1), matrices.view(P * C, D, Dv), 0)
+        return queries.attend(summaries)
 
     largest_buffer = max(clusters * N, 2 * clusters * key_clusters * (D + Dv), N * key_clusters)
     return by_heads(attend_chunk, query, key, value, largest_buffer)
@@ -297,10 +297,10 @@ def hyper_attention(
         query_order, key_order = (gray_order(rows, projections) for rows in (queries, keys))
         rows = torch.cat([keys, values], dim=2).flatten(0, 1).index_select(0, key_order)  # sorted
         queries = queries.flatten(0, 1).index_select(0, query_order).view(P * blocks, block, D)
-        own = rows.view(P, blocks, block, -1)
+        block_rows = rows.view(P, blocks, block, -1)
         # Evenly drawn places of the sorted keys are evenly drawn keys.
         sampled = rows.view(P, N, -1).index_select(1, drawn)[:, None].expand(-1, blocks, -1, -1)
-        table = torch.cat([own, sampled], dim=2).flatten(0, 1)
+        table = torch.cat([block_rows, sampled], dim=2).flatten(0, 1)
         inside = drawn // block == torch.arange(blocks)[:, None]  # (blocks, samples)
         outside = (len(drawn) - inside.sum(dim=1, keepdim=True)).clamp(min=1)
         bias = ((N - block) / outside).log().expand(-1, len(drawn)).masked_fill(inside, NO_MASS)
@@ -349,12 +349,12 @@ def nystromformer(
 def pseudo_inverse(matrix: torch.Tensor, iterations: int) -> torch.Tensor:
     """Of matrices `(P, m, m)`: `Z ← Z (13 I - A Z (15 I - A Z (7 I - A Z))) / 4` (Nyströmformer)."""
     norms = matrix.abs().sum(dim=1).amax(dim=1) * matrix.abs().sum(dim=2).amax(dim=1)
-    found = matrix.transpose(1, 2) / norms[:, None, None]
+    inverse = matrix.transpose(1, 2) / norms[:, None, None]
     identity = torch.eye(matrix.shape[1], dtype=matrix.dtype)
     for _ in range(iterations):
-        product = matrix @ found
-        found = found @ (13 * identity - product @ (15 * identity - product @ (7 * identity - product))) / 4
-    return found
+        product = matrix @ inverse
+        inverse = inverse @ (13 * identity - product @ (15 * identity - product @ (7 * identity - product))) / 4
+    return inverse
 
 
 def top_keys(query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, *, topk: int) -> torch.Tensor:

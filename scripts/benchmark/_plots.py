@@ -75,10 +75,10 @@ def draw_other_methods(rows: list[dict[str, Any]], path: Path, title: str) -> No
     for panel, length in zip(figure.subplots(1, len(lengths), squeeze=False)[0], lengths, strict=True):
         mine = [row for row in rows if row["length"] == length and row["error"] is not None]
         for number, method in enumerate(methods):
-            found = [row for row in mine if row["method"] == method and row["speedup"]]
+            runs = [row for row in mine if row["method"] == method and row["speedup"]]
             color = CURVE_COLORS[number % len(CURVE_COLORS)]
-            panel.scatter([1 / r["speedup"] for r in found], [r["error"] for r in found], s=8, alpha=0.3, color=color)
-            best = sorted((1 / row["speedup"], row["error"]) for row in found if row["on_frontier"])
+            panel.scatter([1 / r["speedup"] for r in runs], [r["error"] for r in runs], s=8, alpha=0.3, color=color)
+            best = sorted((1 / row["speedup"], row["error"]) for row in runs if row["on_frontier"])
             width = 2.5 if number == 0 else 1.2
             panel.plot(*zip(*best, strict=True) if best else ((), ()), color=color, label=method, linewidth=width)
         for row in mine:

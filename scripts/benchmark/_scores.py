@@ -36,16 +36,16 @@ def _distant(part: DistantPart) -> int:
 @contextmanager
 def counted_scores() -> Iterator[ScoreCount]:
     """Count the scores of every forward pass of the form for a CPU."""
-    found, thread = ScoreCount(), local()
+    count, thread = ScoreCount(), local()
     attend_locally, attend_to_distant = LocalPart.attend, DistantPart.attend
 
     def local_counted(part: LocalPart) -> PartialOutput:
         if not getattr(thread, "in_distant", False):  # whose parts hold summaries that a segment does not see
-            found.parts.append(_local(part))
+            count.parts.append(_local(part))
         return attend_locally(part)
 
     def distant_counted(part: DistantPart) -> PartialOutput:
-        found.parts.append(_distant(part))
+        count.parts.append(_distant(part))
         thread.in_distant = True
         try:
             return attend_to_distant(part)
@@ -54,6 +54,6 @@ def counted_scores() -> Iterator[ScoreCount]:
 
     LocalPart.attend, DistantPart.attend = local_counted, distant_counted  # type: ignore[method-assign, assignment]
     try:
-        yield found
+        yield count
     finally:
         LocalPart.attend, DistantPart.attend = attend_locally, attend_to_distant  # type: ignore[method-assign]

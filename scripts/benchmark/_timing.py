@@ -71,8 +71,8 @@ def time_calls(
         except Exception as error:  # no memory, or a kernel that this chip has no room for
             rows[name][f"{prefix}refused"] = str(error).splitlines()[0]
             del running[name]
-    for name, found in compare(running, exact, device, repeats).items():
-        rows[name] |= {f"{prefix}{field}": value for field, value in found.items()}
+    for name, times in compare(running, exact, device, repeats).items():
+        rows[name] |= {f"{prefix}{field}": value for field, value in times.items()}
     return rows
 
 
@@ -104,6 +104,6 @@ def time_models(
     rows: dict[str, dict[str, Any]] = {name: {} for name in models}
     for name, one_pass in passes.items():
         calls = {method: partial(one_pass, model, run) for method, model in models.items()}
-        for method, found in time_calls(calls, [next(iter(models))], device, repeats, f"{name}_").items():
-            rows[method] |= found
+        for method, times in time_calls(calls, [next(iter(models))], device, repeats, f"{name}_").items():
+            rows[method] |= times
     return rows

@@ -89,7 +89,7 @@ def measure(shape: dict[str, Any], heads: int, head_dim: int, device: torch.devi
     rows = [shape | row for row in measured]
     real = attention_inputs(length, device, dtype) if length <= LONGEST_REAL[device.type] else []
     expected = {
-        "real_error": (real, [exact_output(one) for one in real]),
+        "real_error": (real, [exact_output(sample) for sample in real]),
         "random_error": ([inputs], [exact_output(inputs)]),
     }
     for row in rows:

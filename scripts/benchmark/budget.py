@@ -67,7 +67,7 @@ LARGEST = 99.0  # for JSON, which has no infinite numbers
 
 def candidates(decoder: bool = False) -> list[Any]:
     """The candidates, forced at every length."""
-    return [make_method(**one, causal=decoder, min_length=0) for one in default_candidates(causal=decoder)]
+    return [make_method(**kwargs, causal=decoder, min_length=0) for kwargs in default_candidates(causal=decoder)]
 
 
 def texts(length: int) -> list[dict[str, str]]:
@@ -79,7 +79,7 @@ def texts(length: int) -> list[dict[str, str]]:
         [("books", name) for name in HELD_OUT],
         [("meetings", name) for name in meetings[:MEETINGS]],
     ]
-    turns = [one for turn in zip_longest(*parts) for one in turn if one is not None]
+    turns = [text for turn in zip_longest(*parts) for text in turn if text is not None]
     return [{"part": part, "text": name} for part, name in turns]
 
 
@@ -107,12 +107,12 @@ def measure_errors(run: dict[str, Any], decoder: bool = False) -> dict[str, Any]
     Where the future is masked there are no first queries: all of them decide.
     """
     names = ["errors", "bounds", *([] if decoder else ["first_bounds"])]
-    found: dict[str, list[list[list[float]]]] = {name: [] for name in names}
+    measured: dict[str, list[list[list[float]]]] = {name: [] for name in names}
     for query, key, value in inputs_of(run, decoder):
         group = query.shape[1] // key.shape[1]
         exact = F.scaled_dot_product_attention(query, key, value, is_causal=decoder, enable_gqa=group > 1)
         exact = exact.transpose(1, 2)
-        for of_layers in found.values():
+        for of_layers in measured.values():
             of_layers.append([])
         for candidate in candidates(decoder):
             output = candidate.run(query, key, value, causal=decoder)
@@ -122,8 +122,8 @@ def measure_errors(run: dict[str, Any], decoder: bool = False) -> dict[str, Any]
             if not decoder:
                 of_heads["first_bounds"] = attended.first_errors()[1].unflatten(1, (-1, group)).amax(dim=2)
             for name, values in of_heads.items():
-                found[name][-1].append([round(value, DIGITS) for value in values[0].clamp(max=LARGEST).tolist()])
-    return {"kind": "errors", **run, **found}
+                measured[name][-1].append([round(value, DIGITS) for value in values[0].clamp(max=LARGEST).tolist()])
+    return {"kind": "errors", **run, **measured}
 
 
 def stacked(rows: Rows, name: str) -> torch.Tensor:
@@ -140,7 +140,7 @@ def calibrated(rows: Rows, length: int, budget: float) -> tuple[torch.Tensor, fl
 
 def coverage(rows: Rows) -> pd.DataFrame:
     """The part of held-out (layer, head, text) triples within each budget, without and with a tolerance."""
-    found = []
+    lines = []
     for length in sorted({row["length"] for row in rows if row["part"] != "calibrated"}):
         for budget in BUDGETS:
             table, margin, left_out = calibrated(rows, length, budget)
@@ -166,8 +166,8 @@ def coverage(rows: Rows) -> pd.DataFrame:
             for part in ("books", "meetings"):
                 of_part = within[[row["part"] == part for row in held]]
                 line[f"within, {part}"] = of_part.float().mean().item()
-            found.append(line)
-    return pd.DataFrame(found)
+            lines.append(line)
+    return pd.DataFrame(lines)
 
 
 def predicted(candidate: BiClustered, inputs: Inputs) -> torch.Tensor:
@@ -193,15 +193,15 @@ def best_uniform(
         worst (`float`): the error allowed to the worst head.
         costs (`list[float]`): seconds of a layer by candidate, exact attention last.
     """
-    found = []
+    trials = []
     for candidate, of_candidate, cost in zip(candidates(), errors, costs, strict=False):
         of_heads = torch.stack([predicted(candidate, inputs) for inputs in layers])  # (L, H)
         above = of_heads[of_candidate > worst]
         threshold = None if not len(above) else float(above.min()) * (1 - 1e-6)
         exact = 0 if threshold is None else int((of_heads > threshold).sum())
         seconds = cost * (of_heads.numel() - exact) + costs[-1] * exact
-        found.append((seconds, replace(candidate, max_predicted_error=threshold), exact))
-    _, candidate, exact = min(found, key=lambda one: one[0])
+        trials.append((seconds, replace(candidate, max_predicted_error=threshold), exact))
+    _, candidate, exact = min(trials, key=lambda trial: trial[0])
     return candidate, {"setting": name_settings(candidate), "exact_heads": exact}
 
 

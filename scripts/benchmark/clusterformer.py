@@ -133,8 +133,8 @@ def measure(case: dict[str, Any], sizes: dict[str, int], factor: float, device: 
         for name in rows:
             layer_call = partial(getattr(layers.get(name, layers[EXACT]), one_pass), part)
             calls[name] = by_kernels(partial(run_in, kernels.get(name, nullcontext), layer_call))
-        for name, found in time_calls(calls, kernels, device, repeats, f"{part}_{one_pass}_").items():
-            rows[name] |= found
+        for name, times in time_calls(calls, kernels, device, repeats, f"{part}_{one_pass}_").items():
+            rows[name] |= times
     return list(rows.values())
 
 

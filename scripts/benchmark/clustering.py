@@ -58,8 +58,8 @@ def measure(run: dict[str, Any], clusters: int, topk: int, repeats: int) -> Rows
             labels = cluster_queries(query, clusters, key=key if metric else None, **options)
             actual = improved_clustered_attention(query, key, value, labels, clusters=clusters, topk=topk)
             errors.append(relative_error(expected, actual))
-        found = {"ms": 1e3 * (median(seconds[name]) or 0.0), "attention_error": sum(errors) / len(errors)}
-        rows.append(run | {"clustering": name} | found)
+        scores = {"ms": 1e3 * (median(seconds[name]) or 0.0), "attention_error": sum(errors) / len(errors)}
+        rows.append(run | {"clustering": name} | scores)
     return rows
 
 

@@ -93,8 +93,8 @@ def speedups(
         except Exception as error:  # no memory, or a kernel that this chip has no room for
             print(f"{name} does not run at {length} tokens: {error}")
             del calls[name]
-    found = compare(calls, [name for name in calls if name.startswith("exact")], device, repeats)
-    return {number: found[str(number)]["speedup"] or 0.0 for number in range(len(tried)) if str(number) in found}
+    measured = compare(calls, [name for name in calls if name.startswith("exact")], device, repeats)
+    return {number: measured[str(number)]["speedup"] or 0.0 for number in range(len(tried)) if str(number) in measured}
 
 
 def crossover(ratios: dict[int, float], least: float = 1.0) -> int:
@@ -116,9 +116,9 @@ def crossover(ratios: dict[int, float], least: float = 1.0) -> int:
 def crossovers(options: dict[str, Any], machines: list[dict[str, Any]], least: float = 1.0) -> list[int]:
     """Where a setting overtakes exact attention, on each of the machines that it was measured on."""
     rows = (row for machine in machines for row in machine["forward_speedup"])
-    own = (row["speedup"] for row in rows if options | {"speedup": row["speedup"]} == row)
-    found = ({int(length): ratio for length, ratio in speedup.items()} for speedup in own)
-    return [crossover(ratios, least) for ratios in found if ratios]
+    matches = (row["speedup"] for row in rows if options | {"speedup": row["speedup"]} == row)
+    by_length = ({int(length): ratio for length, ratio in speedup.items()} for speedup in matches)
+    return [crossover(ratios, least) for ratios in by_length if ratios]
 
 
 def main(
@@ -140,7 +140,7 @@ def main(
     kept: dict[str, Any] = json.loads((output if output.exists() else CROSSOVER).read_text(encoding="utf-8"))
     kept["measured_by"] = "scripts/benchmark/crossover.py"
     measured = unfinished(kept, f"{prefix}{device}", machine, settings)
-    for length in track([one for one in lengths if one not in measured], description="lengths"):
+    for length in track([length for length in lengths if length not in measured], description="lengths"):
         ratios = speedups(length, heads, head_dim, chosen, repeats, dtype=getattr(torch, dtype), causal=causal)
         measured[length] = {number: max(round(ratio, 3), 0.001) for number, ratio in ratios.items()}
         so_far = {"environment": machine, "settings": settings, "forward_speedup": measured}
@@ -155,17 +155,17 @@ def main(
             for i, options in enumerate(tried)
         ],
     }
-    found = [
+    shortest = [
         options | {"min_length": max(of_machines)}
         for options in tried
         if (of_machines := crossovers(options, list(machines.values()), LEAST_CAUSAL_SPEEDUP if causal else 1.0))
     ]
-    kept.setdefault(f"{prefix}min_length", {})[device] = found
+    kept.setdefault(f"{prefix}min_length", {})[device] = shortest
     del kept["unfinished"][f"{prefix}{device}"]
     if not kept["unfinished"]:
         del kept["unfinished"]
     write(kept, output)
-    for options in found:
+    for options in shortest:
         print(options)
     print(f"written: {output}")
 

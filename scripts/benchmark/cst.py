@@ -114,8 +114,8 @@ def measure_layers(run: dict[str, Any], settings: dict[str, Any], device: torch.
             calls: dict[str, Callable[[], None]] = {SLICE: partial(one_pass, with_slices, hidden, tables)}
             sdpa = partial(one_pass, with_sdpa, hidden, tables)
             calls |= {name: partial(run_in, context, sdpa) for name, context in kernels.items()}
-            for name, found in time_calls(calls, kernels, device, repeats, f"{kind}_").items():
-                rows[part, name] |= found
+            for name, times in time_calls(calls, kernels, device, repeats, f"{kind}_").items():
+                rows[part, name] |= times
     return list(rows.values())
 
 

@@ -135,18 +135,18 @@ def switches(model: PreTrainedModel, table: list[list[int]]) -> dict[str, Callab
 
     `table`: which settings the heads of another model have.
     """
-    found: dict[str, Callable[[], object]] = {EXACT: partial(unpatch_attention, model)}
+    calls: dict[str, Callable[[], object]] = {EXACT: partial(unpatch_attention, model)}
     stack = find_stacks(model)[0]
     if stack.exact.windows:
-        found[WINDOWS_ALONE] = partial(patch_attention, model, "exact")
+        calls[WINDOWS_ALONE] = partial(patch_attention, model, "exact")
     for name, settings in METHODS.items():
         if name == CALIBRATED:
-            own = described(stack)
-            heads = heads_like(table, own["layers"], own["key_heads"])
+            sizes = described(stack)
+            heads = heads_like(table, sizes["layers"], sizes["key_heads"])
             candidates = default_candidates(causal=False, error_of="layer")
             settings = {"method": "per-head", "candidates": candidates, "heads": heads}
-        found[name] = partial(patch_attention, model, **settings, min_length=0)
-    return found
+        calls[name] = partial(patch_attention, model, **settings, min_length=0)
+    return calls
 
 
 def read(model: PreTrainedModel, tokens: torch.Tensor) -> torch.Tensor:
@@ -158,12 +158,12 @@ def measure_memory(
     model: PreTrainedModel, table: list[list[int]], tokens: torch.Tensor, device: torch.device
 ) -> dict[str, dict[str, Any]]:
     """What the exact model and every method hold at most, weights and tokens aside."""
-    found = {}
+    peaks = {}
     for name, switch in switches(model, table).items():
         switch()
         read(model, tokens[:, :WARM_UP_LENGTH])
-        found[name] = {"peak_bytes": peak_memory_added(partial(read, model, tokens), device)[1]}
-    return found
+        peaks[name] = {"peak_bytes": peak_memory_added(partial(read, model, tokens), device)[1]}
+    return peaks
 
 
 def measure_times(
@@ -178,14 +178,14 @@ def measure_times(
     _spent.update(dict.fromkeys(_spent, 0.0))
     calls = dict.fromkeys(prepare, partial(read, model, tokens))
     seconds = interleaved_rounds(calls, device, repeats, before=prepare)
-    found: dict[str, dict[str, Any]] = {
+    rows: dict[str, dict[str, Any]] = {
         name: {"seconds": median(times), "speedup": median_ratio(seconds[EXACT], times), "rounds": len(times)}
         for name, times in seconds.items()
     }
     whole = sum(seconds[EXACT])
-    found[EXACT]["attention_share"] = sum(_spent.values()) / whole
-    found[EXACT]["windowed_share"] = _spent[WINDOWED] / whole
-    return found
+    rows[EXACT]["attention_share"] = sum(_spent.values()) / whole
+    rows[EXACT]["windowed_share"] = _spent[WINDOWED] / whole
+    return rows
 
 
 def main(
@@ -213,10 +213,10 @@ def main(
         tokens = random_tokens(case["length"], device)
         table = kept.matching({"what": HEADS, "length": case["length"]})[0]["heads"]
         if case["what"] == "memory":
-            found = measure_memory(model, table, tokens, device)
+            measured = measure_memory(model, table, tokens, device)
         else:
-            found = measure_times(model, table, tokens, device, repeats)
-        kept.add(*(case | {"method": name} | row for name, row in found.items()))
+            measured = measure_times(model, table, tokens, device, repeats)
+        kept.add(*(case | {"method": name} | row for name, row in measured.items()))
     rows = pd.DataFrame([row for row in kept.rows if row["what"] != HEADS])
     print_table(rows.drop(columns=list(kept.machine)), output)
 

@@ -52,8 +52,8 @@ def measure(run: dict[str, Any], model: Any, passages: Passages) -> Rows:
         patch_attention(model, run["method"], min_length=0, **counts, **options)
         cosine = (embed(model, tokens) * exact).sum(dim=-1)
         unpatch_attention(model)
-        found = {"cosine_mean": cosine.mean().item(), "cosine_min": cosine.min().item()}
-        rows.append(run | {"clustering": name, "texts": len(books), "books": len(set(books))} | found)
+        cosines = {"cosine_mean": cosine.mean().item(), "cosine_min": cosine.min().item()}
+        rows.append(run | {"clustering": name, "texts": len(books), "books": len(set(books))} | cosines)
     return rows
 
 

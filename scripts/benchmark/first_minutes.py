@@ -65,8 +65,8 @@ def main(
         clone = Path(folder, "clone")
         subprocess.run(["git", "clone", "--quiet", str(ROOT), str(clone)], check=True)
         for step, commands in STEPS.items():
-            found = [timed(command, clone) for command in commands]
-            kept.add({"step": step, **found[-1]})
+            times = [timed(command, clone) for command in commands]
+            kept.add({"step": step, **times[-1]})
             if step == until:
                 break
     print_rows(kept)

@@ -67,12 +67,12 @@ def load() -> tuple[Any, Any]:
 
 def texts(tokenizer: Any) -> dict[str, torch.Tensor]:
     """The tokens of every text, without what stands before its first page."""
-    found = {
+    tokens_of_books = {
         name.split("/")[1].split("-")[0]: tokens[SKIPPED:]
         for name, tokens in zip(HELD_OUT, held_out_tokens(tokenizer), strict=True)
     }
     source = Path(argparse.__file__).read_text(encoding="utf-8")
-    return found | {CODE: torch.tensor(tokenizer(source, verbose=False)["input_ids"])[SKIPPED:]}
+    return tokens_of_books | {CODE: torch.tensor(tokenizer(source, verbose=False)["input_ids"])[SKIPPED:]}
 
 
 def calibrate(model: Any, tokenizer: Any) -> None:
@@ -84,9 +84,9 @@ def calibrate(model: Any, tokenizer: Any) -> None:
         letters = LETTERS_READ * (SKIPPED + CALIBRATION_LENGTH)
         ids = torch.tensor(tokenizer(text[:letters], verbose=False)["input_ids"])[SKIPPED:][:CALIBRATION_LENGTH]
         inputs.append({"input_ids": ids[None]})
-    found = hf_effattn.calibrate(model, inputs, max_error=CALIBRATION_ERROR, min_length=0, progress=True)
-    print(found)
-    found.save(CALIBRATION)
+    calibration = hf_effattn.calibrate(model, inputs, max_error=CALIBRATION_ERROR, min_length=0, progress=True)
+    print(calibration)
+    calibration.save(CALIBRATION)
 
 
 @torch.no_grad()
@@ -116,17 +116,17 @@ def measure(model: Any, ids: torch.Tensor, methods: dict[str, dict[str, Any]]) -
         hf_effattn.patch_attention(model, **settings)
         begun = process_time()
         with counted_scores() as count:
-            found = log_probabilities(model, ids)
+            scores = log_probabilities(model, ids)
         seconds = process_time() - begun
-        own = F.nll_loss(found[:-1], ids[0, 1:]).item()
+        patched_loss = F.nll_loss(scores[:-1], ids[0, 1:]).item()
         heads = model.config.num_hidden_layers * model.config.num_attention_heads
         rows.append(
             {
                 "name": name,
                 "settings": dict(model.config.effattn),
-                "loss": own,
-                "perplexity_change": math.expm1(own - loss),
-                "agreement": (found.argmax(dim=1) == best).double().mean().item(),
+                "loss": patched_loss,
+                "perplexity_change": math.expm1(patched_loss - loss),
+                "agreement": (scores.argmax(dim=1) == best).double().mean().item(),
                 "scored_share": count.share(heads, length) + exact_share(model.config.effattn),
                 "seconds": seconds,
                 "exact_seconds": rows[0]["seconds"],  # of this run: another machine's would be another ratio
@@ -157,12 +157,12 @@ def main(
         missing = kept.missing([run | {"name": name} for name in methods.split(",")])
         if not missing:
             continue
-        found = measure(
+        measured = measure(
             model, tokens[run["text"]][None, : run["length"]], {m["name"]: METHODS[m["name"]] for m in missing}
         )
         if kept.matching(run | {"name": EXACT}):
-            del found[0]
-        kept.add(*(run | row for row in found))
+            del measured[0]
+        kept.add(*(run | row for row in measured))
     print_rows(kept)
 
 

@@ -65,25 +65,25 @@ def errors_of_books(length: int, *, training: bool) -> tuple[CandidateErrors, to
     `training`: what both passes cost, too.
     """
     model, tokenizer, _ = load_model(None)
-    candidates = [make_method(**one, min_length=0) for one in default_candidates(causal=False, error_of="layer")]
-    found = CandidateErrors(candidates, training=training)
+    candidates = [make_method(**kwargs, min_length=0) for kwargs in default_candidates(causal=False, error_of="layer")]
+    errors = CandidateErrors(candidates, training=training)
     for book in track(CALIBRATED[:BOOKS], description=f"{length:,} tokens: calibration"):
         tokens = tokens_of(tokenizer, "calibrated", book, length)
         if length > model.config.max_position_embeddings:
             extend_positions(model, length)
-        with recording(Measured.of(model), found.watch):
+        with recording(Measured.of(model), errors.watch):
             model(input_ids=tokens)
-        found.first_text = len(found.errors)
-    return found, found.stacked(model.config.num_hidden_layers)[1]
+        errors.first_text = len(errors.errors)
+    return errors, errors.stacked(model.config.num_hidden_layers)[1]
 
 
-def within(budget: float, found: CandidateErrors, shares: torch.Tensor, *, training: bool = False) -> dict[str, Any]:
+def within(budget: float, errors: CandidateErrors, shares: torch.Tensor, *, training: bool = False) -> dict[str, Any]:
     """The settings for a budget, the margin, and the part of the books that stay within it when left out."""
-    rule = OfLayers(found.costs(training=training))
+    rule = OfLayers(errors.costs(training=training))
     margin = least_margin(shares, budget, COVERAGE, rule)
     table = rule.choose(shares, budget, margin).tolist()
     return {
-        "settings": PerHead(candidates=found.candidates, heads=table, min_length=0),
+        "settings": PerHead(candidates=errors.candidates, heads=table, min_length=0),
         "budget": budget, "heads": table, "margin": margin,
         "left_out": held_out_coverage(shares, budget, margin, rule),
     }  # fmt: skip
@@ -126,20 +126,20 @@ def measure(length: int, repeats: int, rows_of_others: Rows) -> Rows:
 
 def verdicts(rows: Rows) -> Rows:
     """For every length and error: the calibrated speed, the best of one setting, the best of others; forward."""
-    found = []
+    lines = []
     for length in sorted({row["length"] for row in rows}):
         for target in TARGETS:
             best = fastest(rows, length, target)
             others = {name: row["speedup"] for name, row in best.items() if name not in (METHOD, *OURS)}
             other = max(others, key=lambda name: others[name], default=None)
             uniform = [best[name]["speedup"] for name in OURS if name in best]
-            found.append({
+            lines.append({
                 "tokens": length, "error at most": target,
                 "calibrated": best[METHOD]["speedup"] if METHOD in best else None,
                 "one setting": max(uniform, default=None),
                 "others": None if other is None else others[other], "which": other,
             })  # fmt: skip
-    return found
+    return lines
 
 
 def main(

@@ -200,9 +200,9 @@ def times_of_layers(
     seconds = dict.fromkeys(every, 0.0)
     for layer, inputs in enumerate(track(layers, description="times")):
         runs = {" | ".join(name): partial(one_pass, attends[layer], inputs) for name, attends in every.items()}
-        found = interleaved_rounds(runs, CPU, repeats)
+        rounds = interleaved_rounds(runs, CPU, repeats)
         for name in every:
-            seconds[name] += (median(found[" | ".join(name)]) or 0.0) / len(layers)
+            seconds[name] += (median(rounds[" | ".join(name)]) or 0.0) / len(layers)
     return {
         name: {"ms": 1e3 * seconds[name], "sdpa_ms": 1e3 * seconds[SDPA], "speedup": seconds[SDPA] / seconds[name]}
         for name in calls
@@ -230,26 +230,26 @@ def oracle_errors(length: int, layers: list[Inputs]) -> Rows:
     count = min(ORACLE_QUERIES, length)
     some = torch.arange(count) * length // count
     exact = [exact_output(inputs) for inputs in layers]
-    found = []
+    rows = []
     for topk in (size for size in ORACLE_TOPK if size <= length // 2):
         errors = [
-            relative_error(one[:, :, some], _other_methods.top_keys(query[:, :, some], key, value, topk=topk))
-            for one, (query, key, value) in zip(exact, layers, strict=True)
+            relative_error(output[:, :, some], _other_methods.top_keys(query[:, :, some], key, value, topk=topk))
+            for output, (query, key, value) in zip(exact, layers, strict=True)
         ]
         named = {"length": length, "method": ORACLE, "name": f"topk={topk}", "ms": None, "speedup": None}
-        found.append(named | {"error": sum(errors) / len(errors), "layer_errors": errors, "on_frontier": False})
-    return found
+        rows.append(named | {"error": sum(errors) / len(errors), "layer_errors": errors, "on_frontier": False})
+    return rows
 
 
 def fastest(rows: Rows, length: int, target: float) -> dict[str, dict[str, Any]]:
     """The row with the largest forward speed-up of every method that stays within an error at a length."""
-    found: dict[str, dict[str, Any]] = {}
+    best: dict[str, dict[str, Any]] = {}
     for row in rows:
         timed = row["length"] == length and "part" not in row and row["speedup"]
         within = timed and row["error"] is not None and row["error"] <= target
-        if within and row["speedup"] > found.get(row["method"], {"speedup": 0.0})["speedup"]:
-            found[row["method"]] = row
-    return found
+        if within and row["speedup"] > best.get(row["method"], {"speedup": 0.0})["speedup"]:
+            best[row["method"]] = row
+    return best
 
 
 def best_settings(rows: Rows) -> pd.DataFrame:

@@ -135,8 +135,8 @@ def measure(run: dict[str, Any], shape: dict[str, int], device: torch.device, re
         passes["training_"] = forward_backward
     for prefix, one_pass in passes.items():
         calls = {name: partial(one_pass, attend, inputs) for name, attend in attends.items()}
-        for name, found in time_calls(calls, kernels, device, repeats, prefix).items():
-            rows[name] |= found
+        for name, times in time_calls(calls, kernels, device, repeats, prefix).items():
+            rows[name] |= times
     for name, row in rows.items():
         if device.type == "cpu" and name not in kernels and "refused" not in row:
             row["scored_share"] = scored_share(attends[name], inputs)

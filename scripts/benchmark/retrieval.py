@@ -68,15 +68,15 @@ class Meeting:
 
 def read_meetings(splits: list[str]) -> list[Meeting]:
     """The meetings of some splits of QMSum: train, val, test."""
-    found = []
+    meetings = []
     for split in splits:
         with gzip.open(dataset_path(f"qmsum/{split}.jsonl.gz"), "rt", encoding="utf-8") as lines:
             for line in lines:
                 row = json.loads(line)
                 turns = (f"{turn['speaker']}: {turn['content']}" for turn in row["meeting_transcripts"])
                 queries = tuple(query["query"].strip() for query in row["specific_query_list"])
-                found.append(Meeting(row["meeting_id"], "\n".join(turns), queries))
-    return found
+                meetings.append(Meeting(row["meeting_id"], "\n".join(turns), queries))
+    return meetings
 
 
 def ndcg_of_queries(documents: np.ndarray, queries: np.ndarray, relevant: np.ndarray) -> list[float]:
@@ -89,7 +89,7 @@ def ndcg_of_queries(documents: np.ndarray, queries: np.ndarray, relevant: np.nda
     """
     scores = queries @ documents.T
     return [
-        float(ndcg_score(wanted[None], found[None], k=RANKS)) for wanted, found in zip(relevant, scores, strict=True)
+        float(ndcg_score(wanted[None], score[None], k=RANKS)) for wanted, score in zip(relevant, scores, strict=True)
     ]
 
 
@@ -128,18 +128,18 @@ def measure(encoder: Encoder, tokens: Tokens, meetings: list[Meeting], name: str
     if name in METHODS:
         patch_attention(model, **METHODS[name])
     try:
-        found = [embed_meeting(encoder, tokens, one, name) for one in track(meetings, description=name)]
+        embedded = [embed_meeting(encoder, tokens, meeting, name) for meeting in track(meetings, description=name)]
     finally:
         if name in METHODS:
             unpatch_attention(model)
-    scores = ndcg_of_queries(np.stack([one["vector"] for one in found]), wanted, relevant)
-    lengths = [int(one["tokens"]) for one in found]
+    scores = ndcg_of_queries(np.stack([row["vector"] for row in embedded]), wanted, relevant)
+    lengths = [int(row["tokens"]) for row in embedded]
     return {
         "method": name,
         "meetings": len(meetings),
         "queries": len(queries),
         "ndcg_at_10": statistics.fmean(scores),
-        "seconds": sum(float(one["seconds"]) for one in found),
+        "seconds": sum(float(row["seconds"]) for row in embedded),
         "tokens": sum(lengths),
         "shortest": min(lengths),
         "median": statistics.median(lengths),
@@ -163,7 +163,7 @@ def main(
     extend_positions(model, max(len(tokens.sequence([meeting.text])[0]) for meeting in meetings))
     encoder = Encoder(model, tokenizer, stored_pooling(folder), batch_tokens=TRAINED_LENGTH)
     kept = KeptRuns(output, {"model": name, "splits": splits, "dtype": "float32"}, torch.device("cpu"))
-    for run in kept.missing({"method": one} for one in chosen):
+    for run in kept.missing({"method": kind} for kind in chosen):
         kept.add(measure(encoder, tokens, meetings, run["method"]))
     print_table(pd.DataFrame(kept.rows)[list(SHOWN)], kept.path)
 

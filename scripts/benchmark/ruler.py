@@ -47,8 +47,8 @@ def score(model: Any, tokenizer: Any, task: dict[str, Any], name: str, length: i
     """The mean of a task's metric over its first prompts, from 0 to 1."""
     evaluator, models = import_module("lm_eval.evaluator"), import_module("lm_eval.models.huggingface")
     judged = models.HFLM(pretrained=model, tokenizer=tokenizer, batch_size=1, max_length=length)
-    found = evaluator.evaluate(judged, task, limit=prompts, bootstrap_iters=0, log_samples=False)
-    return float(found["results"][name][f"{length},none"])
+    evaluation = evaluator.evaluate(judged, task, limit=prompts, bootstrap_iters=0, log_samples=False)
+    return float(evaluation["results"][name][f"{length},none"])
 
 
 def retention(rows: list[dict[str, Any]]) -> pd.DataFrame:
@@ -83,9 +83,9 @@ def main(
             settings = METHODS.get(run["name"])
             if settings is not None:
                 hf_effattn.patch_attention(model, **settings)
-            found = score(model, tokenizer, made, task, length, prompts)
+            mean_score = score(model, tokenizer, made, task, length, prompts)
             hf_effattn.unpatch_attention(model)
-            kept.add(run | {"score": found})
+            kept.add(run | {"score": mean_score})
     print_table(retention(kept.rows))
 
 

@@ -44,8 +44,8 @@ def eagerly(function: Callable, query: torch.Tensor, key: torch.Tensor, value: t
 
 def exactly(query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, sinks: torch.Tensor) -> torch.Tensor:
     """As a patched model runs what it does not approximate."""
-    found = exact_attention(query, key, value, None, scale=None, dropout_p=0.0, causal=True, sinks=sinks)
-    return found.transpose(1, 2).contiguous()
+    output = exact_attention(query, key, value, None, scale=None, dropout_p=0.0, causal=True, sinks=sinks)
+    return output.transpose(1, 2).contiguous()
 
 
 def in_blocks(

@@ -69,7 +69,7 @@ def by_blocks(function: Callable, query: torch.Tensor, key: torch.Tensor, value:
 
 def training(attend: Callable, inputs: Inputs) -> None:
     """Both passes."""
-    leaves = [one.detach().requires_grad_() for one in inputs]
+    leaves = [tensor.detach().requires_grad_() for tensor in inputs]
     output = attend(*leaves)
     torch.autograd.grad(output, leaves, torch.ones_like(output))
 

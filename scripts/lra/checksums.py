@@ -65,6 +65,6 @@ def verify_lra(task: str, data: Mapping[str, datasets.Dataset]) -> None:
     if task not in CHECKSUMS:
         raise ValueError(f"there are checksums of {', '.join(CHECKSUMS)}, not of {task!r}: it is made of other data")
     for split, (expected, _) in CHECKSUMS[task].items():
-        found = lra_checksum(data[split])
-        if found != expected:
-            raise ValueError(f"{task}, {split}: checksum {found}, expected {expected}")
+        checksum = lra_checksum(data[split])
+        if checksum != expected:
+            raise ValueError(f"{task}, {split}: checksum {checksum}, expected {expected}")

@@ -78,10 +78,10 @@ class LRACollator:
             pair = {f"pair_{name}": tensor for name, tensor in self._padded(second).items()}
             return self._padded(first) | pair
         between = np.array([self.tokenizer.eos_token_id])
-        joined = [np.concatenate([one, between, two]) for one, two in zip(first, second, strict=True)]
+        joined = [np.concatenate([text1, between, text2]) for text1, text2 in zip(first, second, strict=True)]
         batch = self._padded(joined)
         places = torch.arange(batch["input_ids"].shape[1])
-        starts = torch.tensor([len(one) + 1 for one in first])
+        starts = torch.tensor([len(text) + 1 for text in first])
         batch["token_type_ids"] = (places >= starts[:, None]).long() * batch["attention_mask"]
         return batch
 

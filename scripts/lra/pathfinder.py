@@ -129,18 +129,18 @@ class _Canvas:
         drawn = (
             stream.words(_TRIES * len(images)).reshape(-1, _TRIES) * total[:, None].astype(np.uint64)
         ) >> np.uint64(32)
-        found = np.zeros(len(images), dtype=bool)
+        extended = np.zeros(len(images), dtype=bool)
         chosen = np.zeros(len(images), dtype=np.int64)
         for attempt in range(_TRIES):
             choice = (upto <= drawn[:, attempt, None].astype(np.int64)).sum(axis=1)
-            open_paths = np.flatnonzero(~found & (total > 0))
+            open_paths = np.flatnonzero(~extended & (total > 0))
             choice = choice[open_paths]
             window = ends[open_paths, choice][:, None] + _AROUND
             margin = tables.margin[_first_reached(tables) + choice].astype(np.int64)
             fits = (self._flat[window] + margin).max(axis=1) < _TOUCHING
             chosen[open_paths[fits]] = choice[fits]
-            found[open_paths[fits]] = True
-        return found, pivots, _first_reached(tables) + chosen, pivots + tables.reach[chosen]
+            extended[open_paths[fits]] = True
+        return extended, pivots, _first_reached(tables) + chosen, pivots + tables.reach[chosen]
 
 
 def _first_reached(tables: PaddleTables) -> int:
@@ -197,11 +197,11 @@ def _grow_pairs(stream: RandomStream, length: int, tables: PaddleTables) -> tupl
         views[1 - path].put(alive, directions[:, path], places[:, path])
     for number in range(1, length):
         for path in range(2):
-            found, pivot, direction, place = views[path].extend(
+            extended, pivot, direction, place = views[path].extend(
                 stream, alive, pivots[alive, path], dashes[alive, path, number - 1, 0]
             )
-            last = dashes[alive[found], path, number - 1]
-            alive, pivot, direction, place = alive[found], pivot[found], direction[found], place[found]
+            last = dashes[alive[extended], path, number - 1]
+            alive, pivot, direction, place = alive[extended], pivot[extended], direction[extended], place[extended]
             views[path].put(alive, last[:, 0], last[:, 1:])
             views[1 - path].put(alive, direction, place)
             pivots[alive, path] = pivot
@@ -238,11 +238,11 @@ def _add_distractors(
             path = np.full((missing.size, length, 3), -1)
             path[images, 0] = np.concatenate([directions[:, None], places], axis=1)
             for dash in range(1, length):
-                found, pivots, directions, places = canvas.extend(stream, images, pivots, path[images, dash - 1, 0])
-                last = path[images[found], dash - 1]
-                images, pivots = images[found], pivots[found]
+                extended, pivots, directions, places = canvas.extend(stream, images, pivots, path[images, dash - 1, 0])
+                last = path[images[extended], dash - 1]
+                images, pivots = images[extended], pivots[extended]
                 canvas.put(images, last[:, 0], last[:, 1:])
-                path[images, dash] = np.concatenate([directions[found][:, None], places[found]], axis=1)
+                path[images, dash] = np.concatenate([directions[extended][:, None], places[extended]], axis=1)
             canvas.put(images, path[images, -1, 0], path[images, -1, 1:])
             kept_free[missing[images]] = canvas.kept_free[images]
             distractors[missing[images], number] = path[images]

@@ -102,14 +102,14 @@ def source_files(task: str, path: Path | None) -> dict[str, Path]:
         names = {split: [f"{split}.jsonl", f"{split}.jsonl.gz"] for split in ("train", "test")}
     else:
         names = {split: [split, *(f"{split}.tar{end}" for end in ("", ".xz", ".gz"))] for split in ("train", "test")}
-    found = {
+    files = {
         split: next((path / name for name in options if (path / name).exists()), None)
         for split, options in names.items()
     }
-    missing = [" or ".join(names[split]) for split, file in found.items() if file is None]
+    missing = [" or ".join(names[split]) for split, file in files.items() if file is None]
     if missing:
         raise FileNotFoundError(f"{task} needs {', '.join(missing)} in the folder {str(path)!r}")
-    return {split: file for split, file in found.items() if file is not None}
+    return {split: file for split, file in files.items() if file is not None}
 
 
 def _open_text(file: Path) -> TextIO:

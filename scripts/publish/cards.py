@@ -124,12 +124,12 @@ def cst_wikitext() -> ModelCard:
     """A Composite Slice Transformer that models language, with its weights."""
     folder = CARDS / "cst-wikitext2"
     run = rows_of("WikiText-2, 256 tokens", "CST L=32 α=3")[0]
-    found = {f"eval_{name}": round(run[name], 2) for name in ("perplexity", "word_perplexity")}
+    scores = {f"eval_{name}": round(run[name], 2) for name in ("perplexity", "word_perplexity")}
     return card_with_weights(
         folder,
         **OF_WIKITEXT,
         evaluations=evaluations_of(
-            found,
+            scores,
             task="text-generation",
             dataset="Salesforce/wikitext",
             dataset_name="WikiText-2",

@@ -36,8 +36,8 @@ class Row:
 def rows() -> list[Row]:
     """The marks of all tests, by library and in the order of the files."""
     paths = sorted((ROOT / "tests").rglob("test_*.py"))
-    found = [row for path in paths for row in _rows_of(path)]
-    return sorted(found, key=lambda row: row.library.lower())
+    marks = [row for path in paths for row in _rows_of(path)]
+    return sorted(marks, key=lambda row: row.library.lower())
 
 
 def _rows_of(path: Path) -> Iterator[Row]:

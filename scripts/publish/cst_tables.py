@@ -196,7 +196,7 @@ def layers(result: dict[str, Any]) -> Table:
             continue
         both = row, exact[row["length"], row["part"]]
         cells = [f"{row[f'{kind}_speedup']:.1f}×" for kind in ("forward", "forward_backward")]
-        cells += [f"{one['forward_backward_peak_bytes'] / 2**20:.0f} MiB" for one in both]
+        cells += [f"{layer['forward_backward_peak_bytes'] / 2**20:.0f} MiB" for layer in both]
         rows.append([f"{row['length']:,} tokens, {row['part']}", *cells])
     settings = result["settings"]
     note = (

@@ -50,9 +50,9 @@ def ruler(result: dict[str, Any]) -> Table:
     ]
     kept = []
     for length in dict.fromkeys(length for length, _ in exact):
-        found = {name: sum(scores[length, task, name] for at, task in exact if at == length) for name in names}
-        if found["exact"]:
-            kept.append(f"{found['calibrated'] / found['exact']:.1%} at {length:,}")
+        totals = {name: sum(scores[length, task, name] for at, task in exact if at == length) for name in names}
+        if totals["exact"]:
+            kept.append(f"{totals['calibrated'] / totals['exact']:.1%} at {length:,}")
     note = (
         f"{result['settings']['model']}: the part of the answers found, of {prompts} prompts a task. Of the mean "
         f"score of exact attention calibrated heads keep {', '.join(kept)}, where one task weighs most: too few to "

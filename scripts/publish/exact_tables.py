@@ -13,22 +13,22 @@ from .cst_tables import Table, of_file
 @of_file("benchmark_windows")
 def windows(result: dict[str, Any]) -> Table:
     """How much faster layers with a window are in blocks, and how far off."""
-    found: dict[tuple[int, ...], dict[str, dict[str, Any]]] = {}
+    cases: dict[tuple[int, ...], dict[str, dict[str, Any]]] = {}
     for row in result["rows"]:
-        case = found.setdefault(tuple(row[name] for name in ("before", "after", "sharing", "length", "batch")), {})
+        case = cases.setdefault(tuple(row[name] for name in ("before", "after", "sharing", "length", "batch")), {})
         case[row["dtype"]] = row
     dtypes = list(dict.fromkeys(row["dtype"] for row in result["rows"]))
     columns = "forward", "both passes", "error"
-    header = ["window", "tokens", *(f"{one}: {column}" for one in dtypes for column in columns)]
+    header = ["window", "tokens", *(f"{dtype}: {column}" for dtype in dtypes for column in columns)]
     rows = []
-    for case_of, case in sorted(found.items(), key=lambda item: (not item[0][1], item[0])):
+    for case_of, case in sorted(cases.items(), key=lambda item: (not item[0][1], item[0])):
         before, after, sharing, length, batch = case_of
         texts = f"{batch} × {length:,}" if batch > 1 else f"{length:,}"
         shared = f", {sharing} heads share keys" if sharing > 1 else ""
         cells = [(f"{after} to each side" if after else f"{before + 1:,} backwards") + shared, texts]
-        for one in dtypes:
-            speeds = (f"{case[one][f'{name}_speedup']:.1f}×" for name in ("forward", "training"))
-            cells += [*speeds, f"{case[one]['error']:.0e}"]
+        for dtype in dtypes:
+            speeds = (f"{case[dtype][f'{name}_speedup']:.1f}×" for name in ("forward", "training"))
+            cells += [*speeds, f"{case[dtype]['error']:.0e}"]
         rows.append(cells)
     sizes = result["settings"]
     note = (
@@ -44,21 +44,21 @@ DROPPED = {"DeBERTa-base": "DeBERTa-base (dropped: gains too little)"}
 
 def _beside_own_code(result: dict[str, Any]) -> tuple[list[str], list[list[str]]]:
     """Header and rows: how much faster models are than by transformers' own code, what they hold, and how far off."""
-    found: dict[tuple[str, int, int], dict[str, dict[str, dict[str, Any]]]] = {}
+    cases: dict[tuple[str, int, int], dict[str, dict[str, dict[str, Any]]]] = {}
     for row in result["rows"]:
-        case = found.setdefault((row["model"], row["texts"], row["length"]), {})
+        case = cases.setdefault((row["model"], row["texts"], row["length"]), {})
         case.setdefault(row["dtype"], {})[row["method"]] = row
     dtypes = list(dict.fromkeys(row["dtype"] for row in result["rows"]))
     columns = "forward", "training", "error"
     held = {"memory": "forward_peak_bytes", "memory, training": "training_peak_bytes"}
-    header = ["model", "tokens", *(f"{one}: {column}" for one in dtypes for column in columns), *held]
+    header = ["model", "tokens", *(f"{dtype}: {column}" for dtype in dtypes for column in columns), *held]
     rows = []
-    order = list(dict.fromkeys(name for name, *_ in found))
+    order = list(dict.fromkeys(name for name, *_ in cases))
     for (name, texts, length), case in sorted(
-        found.items(), key=lambda at: (order.index(at[0][0]), at[0][2], at[0][1])
+        cases.items(), key=lambda at: (order.index(at[0][0]), at[0][2], at[0][1])
     ):
         cells = [DROPPED.get(name, name), f"{texts} × {length:,}" if texts > 1 else f"{length:,}"]
-        for patched in (case[one][BLOCKS] for one in dtypes):
+        for patched in (case[dtype][BLOCKS] for dtype in dtypes):
             speeds = (number(patched, f"{name}_speedup", ".1f", "×") for name in ("forward", "training"))
             cells += [*speeds, f"{patched['error']:.0e}"]
         ways = case[dtypes[0]][EXACT], case[dtypes[0]][BLOCKS]

@@ -77,8 +77,8 @@ def cells(name: str, row: dict[str, Any]) -> list[str]:
         host = max(0.0, 1 - row["forward_graph_ms"] / row["forward_ms"])
     return [
         name,
-        *(number(row, f"{one}_graph_speedup", ".2f", "×") for one in passes),
-        *(number(row, f"{one}_speedup", ".2f", "×") for one in passes),
+        *(number(row, f"{kind}_graph_speedup", ".2f", "×") for kind in passes),
+        *(number(row, f"{kind}_speedup", ".2f", "×") for kind in passes),
         "" if host is None else f"{host:.0%}",
         number(row, "real_error", ".2f"),
     ]
@@ -93,10 +93,8 @@ def _verdict(methods: Rows, layers: Rows) -> str:
         return number(row, field, ".1f", "×")
 
     def takes(kind: str) -> str:  # where a graph saves most of it, the time is the host's
-        own = [row for (name, length), row in methods.items() if name.startswith(kind) and name in METHODS]
-        by_host = [
-            row for row in own if row["length"] in LENGTHS and row.get("forward_graph_ms", inf) < row["forward_ms"] / 2
-        ]
+        rows = [row for (name, length), row in methods.items() if name.startswith(kind) and name in METHODS]
+        by_host = [r for r in rows if r["length"] in LENGTHS and r.get("forward_graph_ms", inf) < r["forward_ms"] / 2]
         times = [row["forward_ms"] for row in by_host]
         if not times:
             raise ValueError(f"the host no longer takes most of the time of {kind}: the verdict's words must change")

@@ -89,7 +89,7 @@ def _on_other_machines() -> str:
     notes = []
     for other in others:
         pairs = zip(other["forward_speedup"], first["forward_speedup"], strict=True)
-        shares = [one["speedup"][length] / of_first["speedup"][length] for one, of_first in pairs]
+        shares = [row["speedup"][length] / first_row["speedup"][length] for row, first_row in pairs]
         name = other["environment"]["device_name"]
         notes.append(f"{name} gained {min(shares):.1f} to {max(shares):.1f} times as much. ")
     return "".join(notes)
@@ -226,13 +226,13 @@ def whole_models(result: dict[str, Any]) -> Table:
 @of_file("retrieval")
 def retrieval(result: dict[str, Any]) -> Table:
     """How well vectors of whole meetings retrieve, and what they cost; against exact attention once that has run."""
-    found = {row["method"]: row for row in result["rows"]}
-    exact = found.get(benchmark_retrieval.EXACT)
+    by_method = {row["method"]: row for row in result["rows"]}
+    exact = by_method.get(benchmark_retrieval.EXACT)
     header = ["vector of a meeting", "nDCG@10", "seconds"]
     if exact:
         header += ["points against exact", "times faster"]
     rows = []
-    for name, row in ((name, found[name]) for name in benchmark_retrieval.KINDS if name in found):
+    for name, row in ((name, by_method[name]) for name in benchmark_retrieval.KINDS if name in by_method):
         cells = [name, f"{100 * row['ndcg_at_10']:.1f}", f"{row['seconds']:,.0f}"]
         if row is exact:
             cells += ["", ""]
@@ -241,7 +241,7 @@ def retrieval(result: dict[str, Any]) -> Table:
             cells.append(f"{lost.mean():+.1f} ± {lost.std(ddof=1) / len(lost) ** 0.5:.1f}")
             cells.append(f"{exact['seconds'] / row['seconds']:.1f}×")
         rows.append(cells)
-    whole = found["bi-clustered"]
+    whole = by_method["bi-clustered"]
     note = (
         f"{whole['queries']} queries, {whole['meetings']} meetings of {whole['shortest']:,} to {whole['longest']:,} "
         f"tokens (median {round(whole['median']):,}), QMSum {result['settings']['splits']}; "
@@ -256,12 +256,12 @@ def retrieval(result: dict[str, Any]) -> Table:
 @of_file("benchmark_images")
 def images(result: dict[str, Any]) -> Table:
     """How much faster the image encoders of models that read images among text are, by default settings."""
-    found: dict[tuple[str, int], dict[str, float]] = {}
+    encoders: dict[tuple[str, int], dict[str, float]] = {}
     for row in result["rows"]:
-        found.setdefault((row["encoder"], row["patches"]), {})[row["method"]] = row["forward_speedup"]
+        encoders.setdefault((row["encoder"], row["patches"]), {})[row["method"]] = row["forward_speedup"]
     rows = [
         [name, f"{patches:,}", *(f"{speeds[method]:.1f}×" for method in benchmark_images.METHODS)]
-        for (name, patches), speeds in found.items()
+        for (name, patches), speeds in encoders.items()
     ]
     note = (
         "Times as fast as SDPA, the whole encoder, forward, float32, default settings, one image; random weights, so "
@@ -273,20 +273,20 @@ def images(result: dict[str, Any]) -> Table:
 @of_file("benchmark_documents")
 def documents(result: dict[str, Any]) -> Table:
     """What one long document takes an encoder: seconds, the share of attention, memory, exact and patched."""
-    found: dict[tuple[str, int, str], dict[str, dict[str, Any]]] = {}
+    cases: dict[tuple[str, int, str], dict[str, dict[str, Any]]] = {}
     heads = [row for row in result["rows"] if row["what"] == benchmark_documents.HEADS]
     for row in (row for row in result["rows"] if row not in heads):
-        case = found.setdefault((row["shape"], row["length"], row["dtype"]), {})
+        case = cases.setdefault((row["shape"], row["length"], row["dtype"]), {})
         case[row["method"]] = case.get(row["method"], {}) | row
     alone = benchmark_documents.WINDOWS_ALONE
-    patched = [*([alone] if any(alone in case for case in found.values()) else []), *result["settings"]["methods"]]
+    patched = [*([alone] if any(alone in case for case in cases.values()) else []), *result["settings"]["methods"]]
     weighed = any("peak_bytes" in row for row in result["rows"])
     header = ["", "attention", "exact", *patched]
     if weighed:
         short = ("windows alone" if name == alone else name.split()[0].rstrip(",") for name in patched)
         header += ["exact: memory", *(f"{name}: memory" for name in short)]
     rows = []
-    for (shape, length, dtype), case in sorted(found.items()):
+    for (shape, length, dtype), case in sorted(cases.items()):
         exact, *others = (case.get(name, {}) for name in (EXACT, *patched))
         cells = [f"{shape}, {length:,} tokens, {dtype}"]
         if "seconds" in exact:
@@ -324,28 +324,28 @@ def shortest() -> str:
     }
 
     def by_name(prefix: str, device: str) -> dict[str, str]:
-        found = {}
+        cells = {}
         machines = measured[f"{prefix}measurements"][device].values()
-        tried = [row for one in machines for row in one["forward_speedup"]]
+        tried = [row for machine in machines for row in machine["forward_speedup"]]
         for row in measured[f"{prefix}min_length"][device]:
             counts = {name: row[name] for name in ("clusters", "topk", "exact_keys", "key_clusters") if name in row}
             options = {name: value for name, value in row.items() if name != "min_length"}
-            own = (one["speedup"] for one in tried if options | {"speedup": one["speedup"]} == one)
-            longest = max(int(length) for speedup in own for length in speedup)
+            speedups = (trial["speedup"] for trial in tried if options | {"speedup": trial["speedup"]} == trial)
+            longest = max(int(length) for speedup in speedups for length in speedup)
             shortest = row["min_length"]
-            found[method_text(row["method"], counts)] = (
+            cells[method_text(row["method"], counts)] = (
                 f"{shortest:,}" if shortest <= longest else f"over {longest:,}: {shortest:,}"
             )
-        return found
+        return cells
 
-    found = [by_name(*where) for where in columns.values()]
-    rows = [[name, *(column.get(name, "") for column in found)] for name in dict.fromkeys(chain(*found))]
+    cells_of = [by_name(*where) for where in columns.values()]
+    rows = [[name, *(column.get(name, "") for column in cells_of)] for name in dict.fromkeys(chain(*cells_of))]
     machines = {
         name: list(measured[f"{prefix}measurements"][device].values()) for name, (prefix, device) in columns.items()
     }
-    one = machines["encoders, CPU"][0]
-    inputs = f"Random inputs, B={one['batch']}, H={one['heads']}, D={one['head_dim']}; the longest of "
-    measured_on = [f"{name}: {' and '.join(map(_machine, own))}" for name, own in machines.items()]
+    shape = machines["encoders, CPU"][0]
+    inputs = f"Random inputs, B={shape['batch']}, H={shape['heads']}, D={shape['head_dim']}; the longest of "
+    measured_on = [f"{name}: {' and '.join(map(_machine, names))}" for name, names in machines.items()]
     return markdown(["", *columns], rows) + f"\n\n<sub>{inputs}{'; '.join(measured_on)}</sub>"
 
 

@@ -55,7 +55,7 @@ def _defects(rows: Rows) -> str:
 
 def _faults(rows: Rows) -> str:
     counts = Counter(row["verdict"] for row in rows)
-    return f"{len(rows)} trials: {', '.join(f'{counts[one]} {one}' for one in VERDICTS)}"
+    return f"{len(rows)} trials: {', '.join(f'{counts[verdict]} {verdict}' for verdict in VERDICTS)}"
 
 
 def _memory(rows: Rows) -> str:
@@ -92,7 +92,7 @@ def versions() -> str:
     lines = []
     for name in sorted({row["versions"] for row in rows}, key=numbers_in):
         here = [row for row in rows if row["versions"] == name]
-        ours, theirs = ([row for row in here if (row["suite"] in OUR_SUITES) == own] for own in (True, False))
+        ours, theirs = ([row for row in here if (row["suite"] in OUR_SUITES) == is_ours] for is_ours in (True, False))
         counts = [sum(row["passed"] for row in ours), len(theirs), sum(row["passed"] for row in theirs)]
         counts.append(sum(row["excepted"] for row in theirs))
         counts.append(sum(len(row["failed"] + row["passed_but_excepted"]) for row in here))
@@ -101,7 +101,7 @@ def versions() -> str:
     failed = [
         f"`{test}`{f' {cases} times' if cases > 1 else ''} ({row['versions']})"
         for row in rows
-        for test, cases in Counter(one.partition("[")[0] for one in row["failed"]).items()
+        for test, cases in Counter(test_case.partition("[")[0] for test_case in row["failed"]).items()
     ]
     failed += [f"`{test}` passed ({row['versions']})" for row in rows for test in row["passed_but_excepted"]]
     missing = [

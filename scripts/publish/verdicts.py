@@ -29,7 +29,7 @@ class Verdict(NamedTuple):
     """A row of the table."""
 
     claim: str
-    found: str
+    outcome: str
     verdict: str
 
 
@@ -128,11 +128,11 @@ def composite_slices() -> Iterator[Verdict]:
     trained = rows_of("cst_training")
     trained = trained[trained["arguments"].notna()]
     first = trained.drop_duplicates(["task", "model"]).set_index(["task", "model"])["perplexity"]
-    own, other = (first["WikiText-2, 256 tokens", name] for name in ("CST L=32 α=3", "Transformer"))
+    slices, transformer = (first["WikiText-2, 256 tokens", name] for name in ("CST L=32 α=3", "Transformer"))
     yield Verdict(
         "a language model as good as the Transformer (WikiText-103: 34.2 against 33.2)",
-        f"perplexity {own:.1f} against {other:.1f} on WikiText-2, with other positions",
-        judged(own <= 1.05 * other),
+        f"perplexity {slices:.1f} against {transformer:.1f} on WikiText-2, with other positions",
+        judged(slices <= 1.05 * transformer),
     )
     accuracy = trained.drop_duplicates(["task", "model"]).set_index(["task", "model"])["test_accuracy"] * 100
     gain = accuracy["20 Newsgroups", "CST L=16 α=1"] - accuracy["20 Newsgroups", "Transformer"]
@@ -165,14 +165,14 @@ def clusterformer() -> Iterator[Verdict]:
         (default, "our default, gate and centroids: not below the Transformer (beyond two standard errors)"),
     ):
         gains = {dataset: gains_on(dataset, name, transformer) for dataset in SEVEN_SETS}
-        means = {dataset: fmean(found) for dataset, found in gains.items()}
+        means = {dataset: fmean(differences) for dataset, differences in gains.items()}
         worst, best = min(means, key=means.__getitem__), max(means, key=means.__getitem__)
         found_text = f"{means[worst]:+.1f} ({worst}) to {means[best]:+.1f} ({best}) on {len(gains)} data sets"
         verdict = "ours"
         if name == "neural":
             verdict = judged(min(means.values()) >= 0)
         elif name == default:
-            verdict = of_ours(not any(above([-gain for gain in found]) for found in gains.values()))
+            verdict = of_ours(not any(above([-gain for gain in differences]) for differences in gains.values()))
         yield Verdict(claim, found_text, verdict)
     over_random = {"20 Newsgroups": gains_on("20 Newsgroups", default, classification_table.RANDOM)}
     recalled = rows_of("partner_recall").query("window_blocks == 2")
@@ -235,5 +235,5 @@ PAPERS: dict[str, Callable[[], Iterator[Verdict]]] = {
 
 def verdicts() -> str:
     """The table."""
-    rows = [[paper, *verdict] for paper, found in PAPERS.items() for verdict in found()]
+    rows = [[paper, *verdict] for paper, verdicts_of in PAPERS.items() for verdict in verdicts_of()]
     return markdown(["paper", "claim", "what came out here", "verdict"], rows, right=())

@@ -50,15 +50,15 @@ class Child:
             RuntimeError: it raised something or was killed; with the last line of what it said, which names no folder
                 above the project's where the disk was full in the middle of a traceback.
         """
-        found = None
+        answer = None
         with suppress(EOFError):  # it ended without an answer
-            found = self._answers.recv() if self._answers.poll(longest) else None
+            answer = self._answers.recv() if self._answers.poll(longest) else None
         if self.kill(longest):
             raise TimeoutError(f"not done after {longest:g} s")
         if self.process.exitcode != 0:
             lines = self.said.read_text(encoding="utf-8", errors="replace").strip().splitlines()
             raise RuntimeError(lines[-1].replace(f"{ROOT}/", "") if lines else f"ended with {self.process.exitcode}")
-        return found
+        return answer
 
 
 def run(call: Callable[[], Any], said: Path, longest: float = 600.0) -> Any:

@@ -53,10 +53,10 @@ class PytestRuns:
                 that is busy.
         """
         said = tree / ".pytest-said"
-        asked = {"tree": str(tree), "arguments": list(arguments), "said": str(said), "longest": longest}
+        request = {"tree": str(tree), "arguments": list(arguments), "said": str(said), "longest": longest}
         assert self._process.stdin is not None
         assert self._process.stdout is not None
-        self._process.stdin.write(json.dumps(asked) + "\n")
+        self._process.stdin.write(json.dumps(request) + "\n")
         self._process.stdin.flush()
         answer = self._process.stdout.readline()
         if not answer:
@@ -71,11 +71,11 @@ def serve() -> None:
     for name in LIBRARIES:
         importlib.import_module(name)
     for line in sys.stdin:
-        asked = json.loads(line)
+        request = json.loads(line)
         child = os.fork()
         if child == 0:
-            resource.setrlimit(resource.RLIMIT_CPU, (asked["longest"], asked["longest"] + 5))
-            _run(asked["tree"], asked["arguments"], asked["said"])
+            resource.setrlimit(resource.RLIMIT_CPU, (request["longest"], request["longest"] + 5))
+            _run(request["tree"], request["arguments"], request["said"])
         _, status = os.waitpid(child, 0)
         print(os.waitstatus_to_exitcode(status), flush=True)  # negative: of the signal that ended it
 

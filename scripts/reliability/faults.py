@@ -142,10 +142,10 @@ def result_of(what: str, output: Path) -> dict[str, str]:
     if what == "saving":
         return {"weights": hash_of(hf_effattn.from_pretrained(AutoModel, output).state_dict())}
     if what == "tuning":
-        found = hf_effattn.Calibration.load(output).to_dict()
+        settings = hf_effattn.Calibration.load(output).to_dict()
         for measured_in_seconds in ("speed", "environment"):
-            found["calibration"].pop(measured_in_seconds)
-        return {"settings": hashlib.sha256(json.dumps(found, sort_keys=True).encode()).hexdigest()}
+            settings["calibration"].pop(measured_in_seconds)
+        return {"settings": hashlib.sha256(json.dumps(settings, sort_keys=True).encode()).hexdigest()}
     names = {"training": ("model.safetensors",), "embedding": ("vectors.npy", "ids.jsonl")}[what]
     return {name: hashlib.sha256((output / name).read_bytes()).hexdigest() for name in names}
 
@@ -190,10 +190,10 @@ def kill(what: str, trials: Trials, drawn: random.Random) -> tuple[str, str]:
 def verdict_of_loading(folder: Path, expected: str, detail: str) -> tuple[str, str]:
     """Survived where it is refused, or whole."""
     try:
-        found = hash_of(hf_effattn.from_pretrained(AutoModel, folder).state_dict())
+        digest = hash_of(hf_effattn.from_pretrained(AutoModel, folder).state_dict())
     except Exception as error:
         return "survived", f"{detail}; refused: {type(error).__name__}"
-    return "survived" if found == expected else "failed", f"{detail}; loaded"
+    return "survived" if digest == expected else "failed", f"{detail}; loaded"
 
 
 def full_disk(what: str, trials: Trials, drawn: random.Random) -> tuple[str, str]:
@@ -283,7 +283,7 @@ def damaged(trials: Trials, damage: Callable[[bytearray], str]) -> tuple[str, st
         return "survived", f"{detail}; refused: {type(error).__name__}"
     if hash_of(model.state_dict()) == before:
         return "survived", f"{detail}; loaded whole"
-    told = sorted(name for name, found in info.items() if found)
+    told = sorted(name for name, keys in info.items() if keys)
     return ("survived", f"{detail}; told of: {', '.join(told)}") if told else ("unseen", detail)
 
 

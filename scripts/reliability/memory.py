@@ -63,8 +63,8 @@ def allocated() -> int:
     """Bytes that malloc has handed out and that were not freed; of glibc 2.33 or newer."""
     library = ctypes.CDLL(None)
     library.mallinfo2.restype = _MallocInfo
-    found = library.mallinfo2()
-    return int(found.uordblks + found.hblkhd)
+    info = library.mallinfo2()
+    return int(info.uordblks + info.hblkhd)
 
 
 @torch.no_grad()
@@ -87,8 +87,8 @@ def growth(step: Callable[[int], object], steps: int) -> dict[str, Any]:
         step(number)
         if number in (steps // 2, steps):
             gc.collect()
-            found = {"bytes": allocated(), "blocks": sys.getallocatedblocks(), "objects": len(gc.get_objects())}
-            counted[number] = found | {"resident": resident("VmRSS")}
+            held_now = {"bytes": allocated(), "blocks": sys.getallocatedblocks(), "objects": len(gc.get_objects())}
+            counted[number] = held_now | {"resident": resident("VmRSS")}
     half, last = counted[steps // 2], counted[steps]
     grown = {name: last[name] - half[name] for name in last}
     held = all(grown[name] <= allowed * (steps - steps // 2) for name, allowed in ALLOWED.items())
@@ -125,8 +125,8 @@ def patches(kind: str, steps: int = PATCHES) -> dict[str, Any]:
         if kind not in CONTROLS:
             hf_effattn.unpatch_attention(model)
 
-    found = growth(step, steps)
-    return found | {"held": found["held"] and torch.equal(model(ids).last_hidden_state, expected)}
+    grown = growth(step, steps)
+    return grown | {"held": grown["held"] and torch.equal(model(ids).last_hidden_state, expected)}
 
 
 def threads(kind: str) -> dict[str, Any]:
@@ -143,8 +143,8 @@ def threads(kind: str) -> dict[str, Any]:
 
     expected = [outputs(thread) for thread in range(THREADS)]
     with ThreadPoolExecutor(THREADS) as pool:
-        found = list(pool.map(outputs, range(THREADS)))
-    same = [torch.equal(*pair) for rows in zip(found, expected, strict=True) for pair in zip(*rows, strict=True)]
+        threaded = list(pool.map(outputs, range(THREADS)))
+    same = [torch.equal(*pair) for rows in zip(threaded, expected, strict=True) for pair in zip(*rows, strict=True)]
     return {"steps": len(same), "equal": sum(same), "held": all(same)}
 
 
@@ -182,9 +182,9 @@ def main(
 ) -> None:
     kept = KeptRuns(output, {"lengths": LENGTHS, "longest_pass": LONGEST_PASS, "allowed_of_a_step": ALLOWED})
     with tempfile.TemporaryDirectory() as folder:
-        for number, one in enumerate(missing := kept.missing(planned()), start=1):
-            print(f"{number} of {len(missing)}: {', '.join(map(str, one.values()))}", flush=True)
-            kept.add(one | run(lambda one=one: measure(one), Path(folder) / "said"))  # type: ignore[misc]
+        for number, trial in enumerate(missing := kept.missing(planned()), start=1):
+            print(f"{number} of {len(missing)}: {', '.join(map(str, trial.values()))}", flush=True)
+            kept.add(trial | run(lambda trial=trial: measure(trial), Path(folder) / "said"))  # type: ignore[misc]
     print_rows(kept)
 
 

@@ -133,7 +133,8 @@ def main(
     chosen = [mutant for mutant in listed if only in mutant.name or only in mutant.file]
     # By their hashes, so that those that are done at any time are a sample of all.
     missing = sorted(
-        (mutant for mutant in chosen if not kept.matching(mutant.identity)), key=lambda one: one.identity["change"]
+        (mutant for mutant in chosen if not kept.matching(mutant.identity)),
+        key=lambda mutant: mutant.identity["change"],
     )
     with tempfile.TemporaryDirectory() as folder, PytestRuns() as runs:
         tree = copy_of_the_tree(Path(folder))

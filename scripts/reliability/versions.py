@@ -105,9 +105,9 @@ def here() -> tuple[Versions, Path]:
 
 def interpreter(python: str) -> str | None:
     """The newest one of a minor version, of those on the path or of pyenv."""
-    found = shutil.which(f"python{python}")
-    if found is not None and subprocess.run([found, "--version"], capture_output=True, check=False).returncode == 0:
-        return found
+    path = shutil.which(f"python{python}")
+    if path is not None and subprocess.run([path, "--version"], capture_output=True, check=False).returncode == 0:
+        return path
     installed = Path(os.environ.get("PYENV_ROOT", Path.home() / ".pyenv")) / "versions"
     numbers = sorted(installed.glob(f"{python}.*/bin/python"), key=lambda path: int(path.parts[-3].split(".")[2]))
     return str(numbers[-1]) if numbers else None
@@ -122,8 +122,8 @@ def has_cpu_build(tried: Versions) -> bool:
     )
     if done.returncode:
         return False
-    (found,) = json.loads(done.stdout)["install"]
-    return not any(re.match(r"nvidia|cuda", need) for need in found["metadata"].get("requires_dist", []))
+    (package,) = json.loads(done.stdout)["install"]
+    return not any(re.match(r"nvidia|cuda", need) for need in package["metadata"].get("requires_dist", []))
 
 
 def make_environment(tried: Versions) -> Path | None:
@@ -159,9 +159,9 @@ def lay_out_tests(number: str, python: Path) -> Path:
     download = [str(python), "-m", "pip", "download", "--quiet", "--no-deps", "--no-binary", ":all:"]
     subprocess.run([*download, "--no-build-isolation", "--dest", str(folder), f"transformers=={number}"], check=True)
     with tarfile.open(folder / f"transformers-{number}.tar.gz") as archive:
-        chosen = [one for one in archive.getmembers() if re.fullmatch(r"[^/]+/tests/[\w/]*\.py", one.name)]
-        for one in chosen:
-            one.name = f"{PACKAGE}/{one.name.split('/', 2)[2]}"
+        chosen = [member for member in archive.getmembers() if re.fullmatch(r"[^/]+/tests/[\w/]*\.py", member.name)]
+        for member in chosen:
+            member.name = f"{PACKAGE}/{member.name.split('/', 2)[2]}"
         archive.extractall(folder, chosen, filter="data")
     package = folder / PACKAGE
     (package / "__init__.py").touch()
@@ -183,7 +183,7 @@ def add_stubs(package: Path, file: Path) -> None:
             continue
         module.parent.mkdir(parents=True, exist_ok=True)
         (module.parent / "__init__.py").touch()
-        lines = [f"class {one.name}:\n    pass\n" for one in node.names]
+        lines = [f"class {imported.name}:\n    pass\n" for imported in node.names]
         module.write_text("\n\n".join(lines), encoding="utf-8")
 
 
@@ -197,10 +197,10 @@ def excepted(test: str, number: str) -> bool:
     suite, _, name = test.removeprefix("Test").partition("::")
     names = {suite, *(group for group, suites in GROUPS.items() if suite in suites)}
     return any(
-        not names.isdisjoint(one["suites"]) and fnmatch.fnmatch(name, pattern)
-        for one in exceptions()
-        for pattern in one["tests"]
-        if number in one.get("transformers", [number])
+        not names.isdisjoint(exception["suites"]) and fnmatch.fnmatch(name, pattern)
+        for exception in exceptions()
+        for pattern in exception["tests"]
+        if number in exception.get("transformers", [number])
     )
 
 
@@ -216,21 +216,21 @@ def outcomes(python: Path, arguments: list[str], paths: list[Path]) -> dict[str,
     )  # fmt: skip
     if not report.exists():
         raise RuntimeError(f"pytest did not run:\n{done.stdout}{done.stderr}")
-    found = {}
+    endings = {}
     for case in ET.parse(report).iter("testcase"):
         ended = {child.tag for child in case} & {"failure", "error", "skipped"}
         name = f"{case.get('classname', '').split('.')[-1]}::{case.get('name')}"
-        found[name] = "passed" if not ended else "skipped" if ended == {"skipped"} else "failed"
+        endings[name] = "passed" if not ended else "skipped" if ended == {"skipped"} else "failed"
     report.unlink()
-    return found
+    return endings
 
 
-def judged(found: dict[str, str], number: str) -> dict[str, Any]:
+def judged(endings: dict[str, str], number: str) -> dict[str, Any]:
     """Counts; tests that failed or passed and were not expected to."""
-    failed = [test for test, ended in found.items() if ended == "failed"]
-    surprising = [test for test, ended in found.items() if ended == "passed" and excepted(test, number)]
+    failed = [test for test, ended in endings.items() if ended == "failed"]
+    surprising = [test for test, ended in endings.items() if ended == "passed" and excepted(test, number)]
     ours = [test for test in failed if not excepted(test, number)]
-    counts = Counter(found.values())
+    counts = Counter(endings.values())
     return {
         "passed": counts["passed"] - len(surprising),
         "skipped": counts["skipped"],
@@ -248,8 +248,8 @@ def try_suite(tried: Versions, python: Path, suite: str) -> dict[str, Any]:
         return judged(outcomes(python, ["-m", "", *COMPATIBILITY], []), tried.transformers)
     tests = f"{JUDGES / 'test_own_tests.py'}::Test{suite}"
     # Without our options: transformers marks its tests by names that strict markers refuse.
-    found = outcomes(python, ["-o", "addopts=", tests], [lay_out_tests(tried.transformers, python)])
-    return judged(found, tried.transformers)
+    endings = outcomes(python, ["-o", "addopts=", tests], [lay_out_tests(tried.transformers, python)])
+    return judged(endings, tried.transformers)
 
 
 def is_allowed(row: dict[str, Any]) -> bool:
@@ -257,8 +257,8 @@ def is_allowed(row: dict[str, Any]) -> bool:
     allowed = tomllib.loads((ROOT / "pyproject.toml").read_text(encoding="utf-8"))["project"]
     needed = map(Requirement, [*allowed["dependencies"], f"python{allowed['requires-python']}"])
     python = row["versions"].split(",")[0].removeprefix("python ")
-    found = {"python": python, "torch": row["torch"], "transformers": row["transformers"]}
-    return all(found[one.name] in one.specifier for one in needed if one.name in found)
+    versions = {"python": python, "torch": row["torch"], "transformers": row["transformers"]}
+    return all(versions[need.name] in need.specifier for need in needed if need.name in versions)
 
 
 def main(

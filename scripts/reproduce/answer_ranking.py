@@ -24,7 +24,7 @@ def ranking(questions: Iterable[list[tuple[float, bool]]]) -> dict[str, float]:
         ordered = sorted(candidates, key=lambda pair: (-pair[0], pair[1]))
         places = [place for place, (_, is_answer) in enumerate(ordered, start=1) if is_answer]
         if places:
-            precisions.append(sum(found / place for found, place in enumerate(places, start=1)) / len(places))
+            precisions.append(sum(rank / place for rank, place in enumerate(places, start=1)) / len(places))
             reciprocals.append(1 / places[0])
     if not precisions:
         raise ValueError("no question has an answer")

@@ -164,10 +164,10 @@ def missing_files(name: str, trains: bool) -> list[str]:
     for file in files:
         folder, _, path = file.partition("/")
         try:
-            found = any(dataset_path(folder).glob(f"{path}*"))  # compressed or not
+            exists = any(dataset_path(folder).glob(f"{path}*"))  # compressed or not
         except FileNotFoundError:
-            found = False
-        if not found:
+            exists = False
+        if not exists:
             missing.append(file)
     return missing
 
@@ -202,9 +202,9 @@ def evaluate(
         arguments["method"] = method_text(settings.pop("method"), settings | {"seed": seed, "min_length": 0})
     task = TASKS[name]
     with TemporaryDirectory() as folder:
-        found = run_script(task, arguments | {"output_dir": folder}, local, "--do_eval", *switches(low_precision))
-    kept = {key: value for key, value in found.items() if key.startswith("eval_") and not key.endswith("_second")}
-    return kept | {"value": found[task.metric] / task.best}
+        scores = run_script(task, arguments | {"output_dir": folder}, local, "--do_eval", *switches(low_precision))
+    kept = {key: value for key, value in scores.items() if key.startswith("eval_") and not key.endswith("_second")}
+    return kept | {"value": scores[task.metric] / task.best}
 
 
 def texts_of(name: str, local: bool) -> list[list[str]]:
@@ -242,8 +242,8 @@ def attention_errors(name: str, path: str, row: str, seed: int, local: bool) -> 
     chosen = [[column[number] for number in longer[:TEXTS_FOR_ERRORS]] for column in texts]
     inputs = tokenizer(*chosen, padding=True, return_tensors="pt", **cut)
     model = TASKS[name].auto_class.from_pretrained(path)
-    found = report(model, dict(inputs), [settings | {"seed": seed}], repeats=0, memory=False, progress=False)
-    errors = found.of(next(iter(found.methods)))[0].attention_error.values()
+    measured = report(model, dict(inputs), [settings | {"seed": seed}], repeats=0, memory=False, progress=False)
+    errors = measured.of(next(iter(measured.methods)))[0].attention_error.values()
     return {"longer_share": share, "layer_errors": [sum(heads) / len(heads) for heads in errors]}
 
 
@@ -318,8 +318,8 @@ def main(
     for row in rows:
         settings_of(row)  # a mistake is told before anything runs
     if output is None:
-        own = model is None and base is None
-        output = (Path(__file__).parents[1] / "results" if own else Path("runs")) / "approximation.json"
+        default_model = model is None and base is None
+        output = (Path(__file__).parents[1] / "results" if default_model else Path("runs")) / "approximation.json"
     kept = KeptRuns(output, {"dtype": dtype}, torch.device("cuda" if torch.cuda.is_available() else "cpu"))
     origin = model or base or DEFAULT_NAME
     plans: dict[str, list[dict[str, Any]]] = {}
@@ -344,8 +344,8 @@ def main(
             path = model or fine_tuned(name, base or str(installed_model_folder()), runs, training_seed, local)
         for run in missing:
             seed = run["seed"] or 0
-            found = evaluate(name, path, run["row"], seed, samples, local, dtype != "float32")
-            kept.add(run | found | attention_errors(name, path, run["row"], seed, local))
+            evaluation = evaluate(name, path, run["row"], seed, samples, local, dtype != "float32")
+            kept.add(run | evaluation | attention_errors(name, path, run["row"], seed, local))
         shown += [row for run in plans[name] for row in kept.matching(run)]
     summary = table(shown, rows)
     print_table(summary, index=True)

@@ -142,10 +142,10 @@ def train_once(run: dict[str, Any], paths: dict[str, Path], low_precision: bool)
     work = ["--do_train", "--do_predict" if tests else "--do_eval"]
     with TemporaryDirectory() as folder:
         arguments["output_dir"] = folder
-        found = run_classification.main([*command_line_of(arguments), *work, *switches(low_precision)])
+        scores = run_classification.main([*command_line_of(arguments), *work, *switches(low_precision)])
         if data.metric == "map" and data.test is not None:
-            found |= rank_answers(folder, data.test(), run["max_length"])
-        return found
+            scores |= rank_answers(folder, data.test(), run["max_length"])
+        return scores
 
 
 def costs_of(
@@ -165,15 +165,15 @@ def costs_of(
 
 def measure(run: dict[str, Any], paths: dict[str, Path], low_precision: bool) -> dict[str, Any]:
     """The run with its scores in percent and its time, which is of whatever else ran beside."""
-    found = train_once(run, paths, low_precision)
-    ranked = {name: found[name] for name in ("map", "mrr") if name in found}
+    scores = train_once(run, paths, low_precision)
+    ranked = {name: scores[name] for name in ("map", "mrr") if name in scores}
     return (
         run
         | ranked
         | {
-            "accuracy": 100 * (found["test_accuracy"] if "test" in paths else found["eval_accuracy"]),
-            "seconds_per_epoch": found["train_runtime"] / run["epochs"],
-            "parameters": found["parameters"],
+            "accuracy": 100 * (scores["test_accuracy"] if "test" in paths else scores["eval_accuracy"]),
+            "seconds_per_epoch": scores["train_runtime"] / run["epochs"],
+            "parameters": scores["parameters"],
         }
     )
 

@@ -205,10 +205,10 @@ def files_of(task: Task) -> list[str]:
         folder, _, name = pattern.rpartition("/")
         return sorted(dataset_path(folder).glob(name))
 
-    found = {name: [path for one in patterns for path in matching(one)] for name, patterns in task.files.items()}
-    held_out = {path for name, paths in found.items() if name != "train_files" for path in paths}
-    found["train_files"] = [path for path in found["train_files"] if path not in held_out]
-    return [part for name, paths in found.items() for part in (f"--{name}", *map(str, paths))]
+    files = {name: [path for glob in patterns for path in matching(glob)] for name, patterns in task.files.items()}
+    held_out = {path for name, paths in files.items() if name != "train_files" for path in paths}
+    files["train_files"] = [path for path in files["train_files"] if path not in held_out]
+    return [part for name, paths in files.items() for part in (f"--{name}", *map(str, paths))]
 
 
 def command_line(task: Task, run: dict[str, Any], folder: Path, low_precision: bool) -> list[str]:

@@ -77,8 +77,8 @@ def train(run: dict[str, Any], data_path: Path | None, runs: Path, low_precision
     if data_path is not None and run["task"] not in GENERATED:
         arguments["data_path"] = data_path
     command_line = [*command_line_of(arguments), "--do_train", "--do_predict", *switches(low_precision)]
-    found = with_wall_time(partial(run_lra.main, command_line), folder)
-    return run | {"steps": steps} | {name: found[name] for name in KEPT if name in found}
+    metrics = with_wall_time(partial(run_lra.main, command_line), folder)
+    return run | {"steps": steps} | {name: metrics[name] for name in KEPT if name in metrics}
 
 
 def table(rows: list[dict[str, Any]]) -> pd.DataFrame:

@@ -115,15 +115,15 @@ def train_once(run: dict[str, Any], low_precision: bool, folder: Path) -> dict[s
 
 def measure(run: dict[str, Any], low_precision: bool, folder: Path) -> dict[str, Any]:
     """The run, whose checkpoints lie in `folder`, with its BLEU, its losses and its time."""
-    found = with_wall_time(partial(train_once, run, low_precision, folder), folder)
-    seconds = found["train_seconds"]
+    metrics = with_wall_time(partial(train_once, run, low_precision, folder), folder)
+    seconds = metrics["train_seconds"]
     return run | {
-        "bleu": found["test_bleu"],
-        "brevity_penalty": found["test_bp"],
-        "test_loss": found["test_loss"],
-        "parameters": found["parameters"],
-        "seconds_per_epoch": None if seconds is None else seconds / found["epoch"],
-        "test_seconds": found["test_runtime"],
+        "bleu": metrics["test_bleu"],
+        "brevity_penalty": metrics["test_bp"],
+        "test_loss": metrics["test_loss"],
+        "parameters": metrics["parameters"],
+        "seconds_per_epoch": None if seconds is None else seconds / metrics["epoch"],
+        "test_seconds": metrics["test_runtime"],
     }
 
 

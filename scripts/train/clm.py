@@ -59,8 +59,8 @@ def tokens_per_word(texts: Dataset, tokenizer: PreTrainedTokenizerBase) -> float
     """Tokens, marks of an end among them, for each word between blanks: what makes tokenizers comparable."""
     tokens = words = 0
     for portion in portions(texts):
-        found = tokenizer(portion, add_special_tokens=False, return_attention_mask=False, verbose=False)["input_ids"]
-        tokens += sum(len(ids) + 1 for ids in found)
+        encoded = tokenizer(portion, add_special_tokens=False, return_attention_mask=False, verbose=False)["input_ids"]
+        tokens += sum(len(ids) + 1 for ids in encoded)
         words += sum(len(text.split()) for text in portion)
     return tokens / words
 
@@ -79,11 +79,11 @@ def ngram_losses(train: Dataset, validation: Dataset, vocab_size: int) -> dict[s
     before, after = held_out[:-1], held_out[1:]
     wanted = before.astype(np.int64) * vocab_size + after
     place = np.searchsorted(pairs, wanted).clip(max=len(pairs) - 1)
-    found = np.where(pairs[place] == wanted, pair_counts[place], 0)
+    observed = np.where(pairs[place] == wanted, pair_counts[place], 0)
     followers = np.bincount(pairs // vocab_size, minlength=vocab_size)
     total = np.maximum(np.bincount(seen[:-1], minlength=vocab_size), 1)
     rest = np.where(followers > 0, 0.75 * followers / total, 1.0)
-    bigram = np.maximum(found - 0.75, 0) / total[before] + rest[before] * unigram[after]
+    bigram = np.maximum(observed - 0.75, 0) / total[before] + rest[before] * unigram[after]
     return {"unigram_loss": float(-np.log(unigram[held_out]).mean()), "bigram_loss": float(-np.log(bigram).mean())}
 
 

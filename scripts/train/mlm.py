@@ -140,11 +140,11 @@ def compute_metrics(prediction: EvalPrediction, metric: Any) -> dict[str, float]
     words = prediction.label_ids[0] if several else prediction.label_ids
     guessed = prediction.predictions[0] if isinstance(prediction.predictions, tuple) else prediction.predictions
     masked = words != NOT_MASKED
-    found = dict(metric.compute(predictions=guessed[masked], references=words[masked]))
+    metrics = dict(metric.compute(predictions=guessed[masked], references=words[masked]))
     if several:
         relation = metric.compute(predictions=prediction.predictions[1], references=prediction.label_ids[1].flatten())
-        found["next_sentence_accuracy"] = relation["accuracy"]
-    return found
+        metrics["next_sentence_accuracy"] = relation["accuracy"]
+    return metrics
 
 
 def main(command_line: list[str] | None = None) -> dict[str, float]:

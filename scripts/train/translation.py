@@ -123,9 +123,9 @@ def score_translations(
     texts = [" ".join(text.split()) for text in tokenizer.batch_decode(numbers, skip_special_tokens=True)]
     if path is not None:
         path.write_text("".join(f"{text}\n" for text in texts), encoding="utf-8")
-    found = load_metric("sacrebleu").compute(predictions=texts, references=references)
+    metrics = load_metric("sacrebleu").compute(predictions=texts, references=references)
     # Trainer logs single numbers only.
-    return {"bleu": found["score"]} | {name: found[name] for name in ("bp", "sys_len", "ref_len")}
+    return {"bleu": metrics["score"]} | {name: metrics[name] for name in ("bp", "sys_len", "ref_len")}
 
 
 def main(command_line: list[str] | None = None) -> dict[str, float]:

@@ -17,10 +17,10 @@ def test_json_and_file_hold_a_row_for_every_length_and_method(tmp_path):
     arguments = ["bench", "--lengths", "32,48", *methods, *SMALL, "--json", "--output", str(tmp_path / "bench.json")]
     result = runner.invoke(app, arguments)
     assert result.exit_code == 0, result.output
-    found = json.loads(result.stdout)
-    assert found == json.loads((tmp_path / "bench.json").read_text(encoding="utf-8"))
+    printed = json.loads(result.stdout)
+    assert printed == json.loads((tmp_path / "bench.json").read_text(encoding="utf-8"))
     assert result.stderr.splitlines() == ["1/2 32 tokens", "2/2 48 tokens"]
-    ours = {(row["length"], row["method"]): row for row in found["rows"] if not row["exact"]}
+    ours = {(row["length"], row["method"]): row for row in printed["rows"] if not row["exact"]}
     names = ("clustered clusters=4", "i-clustered clusters=4 topk=4")
     assert set(ours) == {(length, name) for length in (32, 48) for name in names}
     for row in ours.values():
@@ -30,7 +30,7 @@ def test_json_and_file_hold_a_row_for_every_length_and_method(tmp_path):
         assert 0 < row["random_error"] < 1
     # The more exact method is the one with the smaller error.
     assert ours[48, names[1]]["random_error"] < ours[48, names[0]]["random_error"]
-    exact = [row for row in found["rows"] if row["exact"] and row["length"] == 32]
+    exact = [row for row in printed["rows"] if row["exact"] and row["length"] == 32]
     assert {"SDPA", "SDPA math"} <= {row["method"] for row in exact}
     assert all(row["random_error"] < 1e-5 for row in exact)
     assert [row["forward_speedup"] for row in exact if row["method"] == row["forward_fastest_exact"]] == [1]
@@ -71,8 +71,8 @@ def test_mistakes_are_told(arguments, status, message):
 
 
 def test_a_method_with_nothing_to_approximate_says_so():
-    found = bench([16], [{"method": "clustered", "clusters": 16}], num_heads=1, head_dim=8, repeats=1, backward=False)
-    *exact, ours = found["rows"]
+    table = bench([16], [{"method": "clustered", "clusters": 16}], num_heads=1, head_dim=8, repeats=1, backward=False)
+    *exact, ours = table["rows"]
     assert all(row["exact"] for row in exact)
     assert ours == {"length": 16, "method": "clustered clusters=16", "why_exact": "settings"}
     result = runner.invoke(app, ["bench", "--lengths", "16", "--method", "clustered clusters=16", *SMALL])

@@ -70,14 +70,14 @@ def hidden_states(model, words):
         return exact(**tokenizer(words, return_tensors="pt")).last_hidden_state[0]
 
 
-def assert_close(found, expected):
-    np.testing.assert_allclose(found, expected, rtol=1e-4, atol=1e-5)
+def assert_close(actual, expected):
+    np.testing.assert_allclose(actual, expected, rtol=1e-4, atol=1e-5)
 
 
 def test_vectors_are_the_means_of_the_models_hidden_states(encoder, documents, tmp_path):
-    found, said = embedded(encoder, documents, tmp_path / "out", "--batch-tokens", "100")
-    assert list(found) == sorted(path.relative_to(documents).as_posix() for path in documents.rglob("*.txt"))
-    for name, vector in found.items():
+    vectors, said = embedded(encoder, documents, tmp_path / "out", "--batch-tokens", "100")
+    assert list(vectors) == sorted(path.relative_to(documents).as_posix() for path in documents.rglob("*.txt"))
+    for name, vector in vectors.items():
         assert vector.dtype == np.float32
         assert_close(vector, hidden_states(encoder, (documents / name).read_text()).mean(dim=0))
     assert "8 documents, 198 tokens, the longest 63" in said
@@ -109,8 +109,8 @@ def test_parquet_and_json_lines_hold_the_same(encoder, documents, tmp_path):
 @pytest.mark.slow_except("last")
 @pytest.mark.parametrize("mode", ["mean", "cls", "last"])
 def test_a_named_pooling(mode, encoder, documents, tmp_path):
-    found, _ = embedded(encoder, documents, tmp_path / "out", "--pooling", mode, "--normalize")
-    for name, vector in found.items():
+    vectors, _ = embedded(encoder, documents, tmp_path / "out", "--pooling", mode, "--normalize")
+    for name, vector in vectors.items():
         hidden = hidden_states(encoder, (documents / name).read_text())
         expected = {"mean": hidden.mean(dim=0), "cls": hidden[0], "last": hidden[-1]}[mode]
         assert_close(vector, torch.nn.functional.normalize(expected, dim=0))
@@ -124,11 +124,11 @@ def test_a_stored_pooling_is_that_of_sentence_transformers(mode, documents, tmp_
 
     folder = save_encoder(tmp_path / "encoder")
     save_pooling(folder, mode=mode, prompt="ba be ")
-    found, _ = embedded(folder, documents, tmp_path / "out", "--batch-tokens", "100", "--max-length", POSITIONS)
-    texts = [(documents / name).read_text() for name in found]
+    vectors, _ = embedded(folder, documents, tmp_path / "out", "--batch-tokens", "100", "--max-length", POSITIONS)
+    texts = [(documents / name).read_text() for name in vectors]
     model = library.SentenceTransformer(str(folder), device="cpu")
     model.max_seq_length = POSITIONS
-    assert_close(np.stack(list(found.values())), model.encode_document(texts))
+    assert_close(np.stack(list(vectors.values())), model.encode_document(texts))
 
 
 def test_layers_behind_the_pooling_are_those_of_sentence_transformers(documents, tmp_path):
@@ -141,11 +141,11 @@ def test_layers_behind_the_pooling_are_those_of_sentence_transformers(documents,
     model = library.SentenceTransformer(modules=layers, device="cpu")
     model.save(str(tmp_path / "dense"))
     model.max_seq_length = POSITIONS
-    found, _ = embedded(tmp_path / "dense", documents, tmp_path / "out")
-    texts = [(documents / name).read_text() for name in found]
-    assert_close(np.stack(list(found.values())), model.encode(texts))
+    vectors, _ = embedded(tmp_path / "dense", documents, tmp_path / "out")
+    texts = [(documents / name).read_text() for name in vectors]
+    assert_close(np.stack(list(vectors.values())), model.encode(texts))
     chunked, _ = embedded(tmp_path / "dense", documents, tmp_path / "chunked", "--chunk", POSITIONS)
-    assert_close(np.stack(list(chunked.values())), np.stack(list(found.values())))
+    assert_close(np.stack(list(chunked.values())), np.stack(list(vectors.values())))
 
 
 def test_pooling_that_needs_the_library_says_so(encoder, documents, tmp_path, monkeypatch):
@@ -168,7 +168,7 @@ def test_what_is_no_text_is_skipped_with_a_reason(encoder, documents, tmp_path):
     (documents / "gone.txt").symlink_to(documents / "nothing")
     (documents / ".hidden").write_text("ba")
     expected, _ = embedded(encoder, save_documents(tmp_path / "plain", LENGTHS), tmp_path / "expected")
-    found, said = embedded(encoder, documents, tmp_path / "out", "--max-length", POSITIONS)
+    vectors, said = embedded(encoder, documents, tmp_path / "out", "--max-length", POSITIONS)
     skipped = {row["id"]: f"{row['what']}: {row['why']}" for row in lines_of(tmp_path / "out" / "skipped.jsonl")}
     assert skipped == {
         "binary.bin": "skipped: " + skipped["binary.bin"].removeprefix("skipped: "),
@@ -182,10 +182,10 @@ def test_what_is_no_text_is_skipped_with_a_reason(encoder, documents, tmp_path):
     assert skipped["binary.bin"].startswith("skipped: binary, or not UTF-8")
     assert "6 documents skipped: " in said
     assert "1 document cut at 64 tokens" in said
-    assert found.keys() == expected.keys() | {"huge.txt"}
+    assert vectors.keys() == expected.keys() | {"huge.txt"}
     for name, vector in expected.items():
-        assert_close(found[name], vector)
-    assert_close(found["huge.txt"], hidden_states(encoder, text(1000)[: 62 * 3]).mean(dim=0))
+        assert_close(vectors[name], vector)
+    assert_close(vectors["huge.txt"], hidden_states(encoder, text(1000)[: 62 * 3]).mean(dim=0))
 
 
 def test_rows_that_are_no_documents_are_skipped_with_a_reason(encoder, tmp_path):
@@ -193,8 +193,8 @@ def test_rows_that_are_no_documents_are_skipped_with_a_reason(encoder, tmp_path)
     good = json.dumps({"id": "é", "text": "ba be"}).encode()
     bad = [b'{"text": 5}', b"{broken", b"[1]", b'{"other": "ba"}', b'{"text": "\\ud800"}', b"\xff", b'{"text": ""}']
     file.write_bytes(b"\n".join([good, b"", *bad, b'{"text": "bi"}']))
-    found, said = embedded(encoder, file, tmp_path / "out")
-    assert list(found) == ["é", 10]  # a row without an id has the number of its line
+    vectors, said = embedded(encoder, file, tmp_path / "out")
+    assert list(vectors) == ["é", 10]  # a row without an id has the number of its line
     skipped = {row["id"]: row["why"] for row in lines_of(tmp_path / "out" / "skipped.jsonl")}
     assert list(skipped) == [3, 4, 5, 6, 7, 8, 9]
     assert skipped[6] == "no text in the field 'text'; the row has 'other'"
@@ -214,10 +214,10 @@ def test_documents_longer_than_the_model_need_a_choice(encoder, tmp_path):
 
 def test_extended_positions_give_the_vectors_of_the_extended_model(encoder, tmp_path):
     documents = save_documents(tmp_path / "documents", LONG)
-    found, _ = embedded(encoder, documents, tmp_path / "out", "--extend-positions", "--max-length", 500)
+    vectors, _ = embedded(encoder, documents, tmp_path / "out", "--extend-positions", "--max-length", 500)
     model = hf_effattn.extend_positions(AutoModel.from_pretrained(encoder).eval(), 500)
     tokenizer = AutoTokenizer.from_pretrained(encoder)
-    for name, vector in found.items():
+    for name, vector in vectors.items():
         inputs = tokenizer((documents / name).read_text(), return_tensors="pt", truncation=True, max_length=500)
         with torch.no_grad():
             assert_close(vector, model(**inputs).last_hidden_state[0].mean(dim=0))
@@ -226,8 +226,8 @@ def test_extended_positions_give_the_vectors_of_the_extended_model(encoder, tmp_
 
 def test_the_vector_of_chunks_is_their_mean_weighted_by_tokens(encoder, tmp_path):
     documents = save_documents(tmp_path / "documents", [*LONG, 5])
-    found, _ = embedded(encoder, documents, tmp_path / "out", "--chunk", 32, "--batch-tokens", 100)
-    for name, vector in found.items():
+    vectors, _ = embedded(encoder, documents, tmp_path / "out", "--chunk", 32, "--batch-tokens", 100)
+    for name, vector in vectors.items():
         words = (documents / name).read_text().split()
         chunks = [" ".join(words[start : start + 30]) for start in range(0, len(words), 30)]
         states = [hidden_states(encoder, chunk) for chunk in chunks]
@@ -238,7 +238,7 @@ def test_a_method_runs_and_is_the_librarys(encoder, tmp_path):
     documents = save_documents(tmp_path / "documents", LONG)
     method = "bi-clustered clusters=6 topk=8 key_clusters=7 min_length=0"
     options = ["--extend-positions", "--batch-tokens", 64]
-    found, said = embedded(encoder, documents, tmp_path / "out", *options, "--method", method)
+    vectors, said = embedded(encoder, documents, tmp_path / "out", *options, "--method", method)
     exact, _ = embedded(encoder, documents, tmp_path / "exact", *options)
     assert "Attention: bi-clustered clusters=6 topk=8 key_clusters=7." in said
     model = hf_effattn.extend_positions(AutoModel.from_pretrained(encoder).eval(), 702)
@@ -246,7 +246,7 @@ def test_a_method_runs_and_is_the_librarys(encoder, tmp_path):
     hf_effattn.patch_attention(model, "bi-clustered", **settings).save_pretrained(tmp_path / "patched")
     AutoTokenizer.from_pretrained(encoder).save_pretrained(tmp_path / "patched")
     saved, _ = embedded(tmp_path / "patched", documents, tmp_path / "saved", "--batch-tokens", 64)
-    for name, vector in found.items():
+    for name, vector in vectors.items():
         np.testing.assert_array_equal(saved[name], vector)
         assert not np.allclose(vector, exact[name], atol=1e-5)
 
@@ -257,10 +257,10 @@ def test_windows_run_in_blocks_unless_something_else_is_asked_for(encoder, tmp_p
     words = AutoTokenizer.from_pretrained(encoder)
     tiny_model("modernbert", vocab_size=len(words), max_position_embeddings=2048).save_pretrained(model)
     words.save_pretrained(model)
-    found, said = embedded(model, documents, tmp_path / "out", "--batch-tokens", 64)
+    vectors, said = embedded(model, documents, tmp_path / "out", "--batch-tokens", 64)
     assert "Attention: exact." in said
     assert json.loads((tmp_path / "out" / "embed.json").read_text())["chosen"] == {"method": "exact"}
-    for name, vector in found.items():
+    for name, vector in vectors.items():
         expected = AutoModel.from_pretrained(model).eval()
         inputs = words((documents / name).read_text(), return_tensors="pt")
         with torch.no_grad():
@@ -270,7 +270,7 @@ def test_windows_run_in_blocks_unless_something_else_is_asked_for(encoder, tmp_p
     patched, said = embedded(tmp_path / "patched", documents, tmp_path / "as-patched", "--batch-tokens", 64)
     assert "exact" not in said
     for name, vector in patched.items():
-        assert not np.allclose(vector, found[name], atol=1e-5)
+        assert not np.allclose(vector, vectors[name], atol=1e-5)
 
 
 @pytest.mark.slow_except("10.0-clustered")
@@ -283,7 +283,7 @@ def test_a_largest_error_chooses_from_the_methods_of_report(budget, best, encode
     speeds = {"clustered clusters=6": 3.0, "i-clustered clusters=6 topk=8": 2.0}
     monkeypatch.setattr(Findings, "speedup", lambda self, measured, part="forward": speeds.get(measured.method, 1.0))
     documents = save_documents(tmp_path / "documents", LONG)
-    found, said = embedded(encoder, documents, tmp_path / "out", "--extend-positions", "--max-error", budget)
+    vectors, said = embedded(encoder, documents, tmp_path / "out", "--extend-positions", "--max-error", budget)
     assert "Measuring the methods on 1 of the longer texts, of up to 702 tokens." in said
     chosen = json.loads((tmp_path / "out" / "embed.json").read_text())["chosen"]
     assert (chosen and chosen["method"]) == best
@@ -296,7 +296,7 @@ def test_a_largest_error_chooses_from_the_methods_of_report(budget, best, encode
         method = "clustered clusters=6 min_length=0"
         expected, _ = embedded(encoder, documents, tmp_path / "named", "--extend-positions", "--method", method)
     for name, vector in expected.items():
-        np.testing.assert_array_equal(found[name], vector)
+        np.testing.assert_array_equal(vectors[name], vector)
 
 
 def test_a_largest_error_of_short_documents_measures_nothing(encoder, documents, tmp_path, monkeypatch):

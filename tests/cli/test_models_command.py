@@ -20,13 +20,13 @@ def test_every_type_is_listed_once() -> None:
 
 
 def test_json() -> None:
-    found = json.loads(runner.invoke(app, ["models", "--json"]).stdout)
-    assert found["served"].keys() == MODEL_TYPES.keys()
-    assert found["served"]["gte"]["positions"] == "rotary"
-    assert found["served"]["xlm-roberta"]["positions"] == "learned, extendable"
-    assert found["served"]["bart"]["what is patched"] == "encoder, its decoder exact"
-    assert found["served"]["llama"]["what is patched"] == "decoder"
-    assert found["not served"] == NOT_SERVED
+    models = json.loads(runner.invoke(app, ["models", "--json"]).stdout)
+    assert models["served"].keys() == MODEL_TYPES.keys()
+    assert models["served"]["gte"]["positions"] == "rotary"
+    assert models["served"]["xlm-roberta"]["positions"] == "learned, extendable"
+    assert models["served"]["bart"]["what is patched"] == "encoder, its decoder exact"
+    assert models["served"]["llama"]["what is patched"] == "decoder"
+    assert models["not served"] == NOT_SERVED
 
 
 def test_at_least_fifty_are_served_and_no_type_is_in_both_tables() -> None:

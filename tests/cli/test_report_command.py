@@ -48,8 +48,8 @@ def test_report_is_that_of_the_library_in_words_as_json_and_as_a_page(real_model
     assert "Where the model looks" in text
     kept = Report.load(tmp_path / "out")
     printed = runner.invoke(app, ["report", *SMALL, "--json"])
-    found = Report.from_dict(json.loads(printed.stdout))
-    assert [measured.attention_error for measured in found.measurements] == [
+    reported = Report.from_dict(json.loads(printed.stdout))
+    assert [measured.attention_error for measured in reported.measurements] == [
         measured.attention_error for measured in kept.measurements
     ]
     assert {path.suffix for path in (tmp_path / "out").iterdir()} == {".json", ".png"}
@@ -168,17 +168,17 @@ def test_a_patched_model_is_measured_as_it_was_saved(real_model_folder, tmp_path
     AutoTokenizer.from_pretrained(real_model_folder).save_pretrained(tmp_path)
     shown = runner.invoke(app, ["report", str(tmp_path), "--lengths", "48", "--repeats", "0", "--json"])
     assert shown.exit_code == 0, shown.output
-    found = Report.from_dict(json.loads(shown.stdout))
-    own, everywhere = (found.of(f"i-clustered clusters=25 topk=32{layers}")[0] for layers in (" layers=[0]", ""))
+    reported = Report.from_dict(json.loads(shown.stdout))
+    first, everywhere = (reported.of(f"i-clustered clusters=25 topk=32{layers}")[0] for layers in (" layers=[0]", ""))
     ids = Passages(AutoTokenizer.from_pretrained(tmp_path), bundled_books()).longest(48)
     with torch.no_grad():
         patched = model.eval()(ids).last_hidden_state
         exact = hf_effattn.unpatch_attention(model)(ids).last_hidden_state
-    assert own.change.hidden_error == pytest.approx(float((patched - exact).norm() / exact.norm()), rel=1e-4)
-    assert own.change.hidden_error < everywhere.change.hidden_error
+    assert first.change.hidden_error == pytest.approx(float((patched - exact).norm() / exact.norm()), rel=1e-4)
+    assert first.change.hidden_error < everywhere.change.hidden_error
 
     hf_effattn.patch_attention(model, "i-clustered", **settings)
-    labels = [make_candidates(one)[0].label for one in _own_and_default_methods(model)]
+    labels = [make_candidates(method)[0].label for method in _own_and_default_methods(model)]
     assert labels[0] == "i-clustered clusters=25 topk=32"
     assert len(set(labels)) == len(labels) == len(DEFAULT_METHODS)
 
@@ -189,7 +189,7 @@ def test_of_a_patched_model_with_windows_these_alone_are_measured_too():
     assert methods[0]["clusters"] == 6
     assert methods[-1] == {"method": "exact"}
     hf_effattn.patch_attention(model, "exact")
-    assert [one["method"] for one in _own_and_default_methods(model)].count("exact") == 1
+    assert [method["method"] for method in _own_and_default_methods(model)].count("exact") == 1
 
 
 @pytest.mark.parametrize(
@@ -213,11 +213,11 @@ def test_mistakes_are_told_without_a_traceback(arguments, status, message):
 
 
 def test_methods_are_those_of_the_library():
-    found = json.loads(runner.invoke(app, ["methods", "--json"]).stdout)
+    methods = json.loads(runner.invoke(app, ["methods", "--json"]).stdout)
     decoders = [f"{name} in decoders" for name in ("clustered", "i-clustered", "bi-clustered", "per-head")]
-    assert tuple(found) == (*list_methods(), *decoders)
-    assert found["bi-clustered in decoders"]["exact_keys"] == 384
-    assert found["i-clustered"]["topk"] == 32
+    assert tuple(methods) == (*list_methods(), *decoders)
+    assert methods["bi-clustered in decoders"]["exact_keys"] == 384
+    assert methods["i-clustered"]["topk"] == 32
     shown = runner.invoke(app, ["methods"]).stdout
     assert all(name in shown for name in (*list_methods(), "slice_length", "key_clusters"))
     lines = [line.split()[0] for line in shown.splitlines() if line.startswith(" ") and line.strip()]

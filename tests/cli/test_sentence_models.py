@@ -51,12 +51,12 @@ def said(result: Any) -> str:
 
 @pytest.fixture(scope="module")
 def folders(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
-    found = {}
+    paths = {}
     for number, (name, make) in enumerate(FOLDERS.items()):
         place = tmp_path_factory.mktemp("parts")
-        found[name] = place / f"kind-{number}"
-        make(place).save_pretrained(str(found[name]), create_model_card=False)
-    return found
+        paths[name] = place / f"kind-{number}"
+        make(place).save_pretrained(str(paths[name]), create_model_card=False)
+    return paths
 
 
 @pytest.fixture(scope="module")
@@ -104,9 +104,9 @@ def test_a_converted_copy_is_the_model_patched_wherever_it_is_loaded(
     model = kind(str(folders[name]), device="cpu")
     exact = outputs(model)
     expected = outputs(hf_effattn.patch_attention(model, "bi-clustered", **settings_of(name)))
-    for found in converted["found"][name]:
-        torch.testing.assert_close(found, expected, atol=1e-5, rtol=1e-5)
-    assert not all(torch.allclose(one, other, atol=1e-4) for one, other in zip(exact, expected, strict=True))
+    for vectors in converted["found"][name]:
+        torch.testing.assert_close(vectors, expected, atol=1e-5, rtol=1e-5)
+    assert not all(torch.allclose(vector, other, atol=1e-4) for vector, other in zip(exact, expected, strict=True))
     copy = kind(str(converted["place"] / folders[name].name), device="cpu")
     for saved in ("prompts", "default_prompt_name", "truncate_dim", "max_seq_length", "similarity_fn_name"):
         assert getattr(copy, saved, None) == getattr(model, saved, None)
@@ -199,17 +199,17 @@ def test_embed_gives_the_vectors_of_the_library(name: str, folders: dict[str, Pa
 def test_embed_runs_a_copy_as_it_is_patched(
     name: str, folders: dict[str, Path], converted: dict[str, Any], tmp_path: Path
 ) -> None:
-    found = embedded(converted["place"] / folders[name].name, tmp_path)
+    vectors = embedded(converted["place"] / folders[name].name, tmp_path)
     documents = converted["found"][name][0][0]
-    np.testing.assert_allclose(found, documents, rtol=1e-4, atol=1e-5)
+    np.testing.assert_allclose(vectors, documents, rtol=1e-4, atol=1e-5)
 
 
 def test_embed_gives_a_part_of_a_vector_length_1_where_asked(folders: dict[str, Path], tmp_path: Path) -> None:
     model = SentenceTransformer(str(folders["dense, truncated"]), device="cpu")
     expected = model.encode_document(texts(words=WORDS + UPPER), normalize_embeddings=True)
-    found = embedded(folders["dense, truncated"], tmp_path, "--normalize")
-    np.testing.assert_allclose(found, expected, rtol=1e-4, atol=1e-5)
-    assert found.shape[1] == 5
+    vectors = embedded(folders["dense, truncated"], tmp_path, "--normalize")
+    np.testing.assert_allclose(vectors, expected, rtol=1e-4, atol=1e-5)
+    assert vectors.shape[1] == 5
 
 
 @pytest.mark.compatibility(

@@ -27,8 +27,8 @@ def test_tuned_on_ones_own_text_beyond_the_models_positions(tmp_path: Path) -> N
     assert "12/12 layer 1, 150 tokens" in result.stderr
     assert {path.name for path in output.iterdir()} == {"effattn.json", "head_settings.png"}
     stored = json.loads((output / "effattn.json").read_text())
-    found = stored["calibration"]
-    assert (found["max_error"], found["training"], found["lengths"], found["texts"]) == (0.2, True, [80, 150], 6)
+    about = stored["calibration"]
+    assert (about["max_error"], about["training"], about["lengths"], about["texts"]) == (0.2, True, [80, 150], 6)
     assert f'settings="{output / "effattn.json"}", tolerance=0.2' in result.stdout
     model = hf_effattn.extend_positions(AutoModel.from_pretrained(folder), 150)
     hf_effattn.patch_attention(model, settings=output, tolerance=0.2)

@@ -100,8 +100,8 @@ def cuda_resources(cubin: bytes) -> dict[str, int]:
     with tempfile.NamedTemporaryFile(suffix=".cubin") as file:
         file.write(cubin)
         file.flush()
-        found = subprocess.run([tool, "-res-usage", file.name], capture_output=True, text=True, check=True).stdout
-    usage = {name: int(number) for name, number in re.findall(r"(REG|STACK|LOCAL):(\d+)", found)}
+        listing = subprocess.run([tool, "-res-usage", file.name], capture_output=True, text=True, check=True).stdout
+    usage = {name: int(number) for name, number in re.findall(r"(REG|STACK|LOCAL):(\d+)", listing)}
     return {"registers": usage["REG"], "spilled": usage["STACK"] + usage["LOCAL"]}
 
 
@@ -252,7 +252,7 @@ def attention_calls(head_dim: int, dtype: torch.dtype) -> Iterator[Callable[[], 
 def clustering_calls(head_dim: int, dtype: torch.dtype) -> Iterator[Callable[[], Any]]:
     """Calls of the clustering ops."""
     cluster_queries = import_module("hf_effattn.ops.cluster_queries.triton").cluster_queries
-    offsets = import_module("hf_effattn.ops.bi_clustered_attention.triton.residuals").query_residuals
+    residuals = import_module("hf_effattn.ops.bi_clustered_attention.triton.residuals").query_residuals
     for length, clusters, masked in ((1024, 64, False), (4096, 128, False), (16384, 1024, True)):
         query, key, _ = tensors(head_dim, dtype, length=length, heads=2, key_heads=2)
         query, key = query.detach(), key.detach()
@@ -260,10 +260,10 @@ def clustering_calls(head_dim: int, dtype: torch.dtype) -> Iterator[Callable[[],
         for method, metric, key_mask in (("kmeans", key, mask), ("kmeans", None, None), ("lsh", None, None)):
             yield partial(cluster_queries, query, metric, key_mask, mask, clusters, method, 1, 32, 2048, 0)
         labels = torch.zeros(1, 2, length, dtype=torch.int64)
-        yield partial(offsets, query, labels, mask, clusters, 2048)
+        yield partial(residuals, query, labels, mask, clusters, 2048)
     # Few clusters; and rows that are loaded number by number.
     query, *_ = tensors(60 if head_dim == COMMONEST else head_dim, dtype, length=1024, heads=2, key_heads=2)
-    yield partial(offsets, query.detach(), torch.zeros(1, 2, 1024, dtype=torch.int64), None, 10, 2048)
+    yield partial(residuals, query.detach(), torch.zeros(1, 2, 1024, dtype=torch.int64), None, 10, 2048)
 
 
 def clusterformer_calls(head_dim: int, dtype: torch.dtype) -> Iterator[Callable[[], Any]]:

@@ -86,7 +86,7 @@ def check() -> dict[str, Any]:
         for kernel in vars(module).values() if module.__name__.startswith("hf_effattn") else ():
             if isinstance(kernel, launch.Kernel):
                 kernel.__class__ = Called
-    found = {}
+    counts = {}
     for name, call in layers().items():
         launch.REMEMBERS = False
         expected = launches(call)
@@ -94,13 +94,13 @@ def check() -> dict[str, Any]:
         first, remembered = launches(call), launches(call)
         pairs = zip(expected, first, remembered, strict=True)
         differing = [old[0] for old, new, again in pairs if not old == new == again]
-        found[name] = {"launches": len(expected), "differing": differing}
-    return found
+        counts[name] = {"launches": len(expected), "differing": differing}
+    return counts
 
 
 def time() -> dict[str, Any]:
     """Microseconds of the host for the forward pass, with what is remembered and without, in turn."""
-    found: dict[str, Any] = {}
+    medians: dict[str, Any] = {}
     for name, call in layers(SHORT).items():
         call()
         seconds: dict[bool, list[float]] = {False: [], True: []}
@@ -111,8 +111,8 @@ def time() -> dict[str, Any]:
                 call()
                 kept.append(perf_counter() - begin)
         keys = {False: "found out anew", True: "remembered"}
-        found[name] = {keys[which]: round(1e6 * median(kept), 1) for which, kept in seconds.items()}
-    return found
+        medians[name] = {keys[which]: round(1e6 * median(kept), 1) for which, kept in seconds.items()}
+    return medians
 
 
 if __name__ == "__main__":

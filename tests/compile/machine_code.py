@@ -51,8 +51,8 @@ def instructions(cubin: bytes) -> dict[str, int]:
         file.write(cubin)
         file.flush()
         code = subprocess.run([tool, "-c", file.name], capture_output=True, text=True, check=True).stdout
-    found = re.findall(r"^\s+(?:/\*\w+\*/\s+)?(?:@!?U?P\w+\s+)?([A-Z][A-Z0-9_.]+)", code, flags=re.MULTILINE)
-    return {name: sum(re.match(pattern, one) is not None for one in found) for name, pattern in INSTRUCTIONS.items()}
+    names = re.findall(r"^\s+(?:/\*\w+\*/\s+)?(?:@!?U?P\w+\s+)?([A-Z][A-Z0-9_.]+)", code, flags=re.MULTILINE)
+    return {name: sum(re.match(pattern, op) is not None for op in names) for name, pattern in INSTRUCTIONS.items()}
 
 
 class Recorder(Compiler):
@@ -80,7 +80,7 @@ def layers(length: int = LENGTH) -> dict[str, Callable[[], Any]]:
     cluster_queries, improved, bi_clustered_attention, slices = (
         getattr(import_module(f"hf_effattn.ops.{name}.triton"), name) for name in names
     )
-    offsets = import_module("hf_effattn.ops.bi_clustered_attention.triton.residuals").query_residuals
+    residuals = import_module("hf_effattn.ops.bi_clustered_attention.triton.residuals").query_residuals
     query, key, value = tensors(HEAD_DIM, DTYPES[DTYPE], length=length, heads=HEADS, key_heads=HEADS)
     labels = torch.zeros(1, HEADS, length, dtype=torch.int64)
     plain = None, None, HEAD_DIM**-0.5, 0.0, None
@@ -90,7 +90,7 @@ def layers(length: int = LENGTH) -> dict[str, Callable[[], Any]]:
         return improved(query, key, value, labels, 100, 32, *plain)
 
     def bi_clustered() -> torch.Tensor:
-        offsets(query.detach(), labels, None, 64, 2048)
+        residuals(query.detach(), labels, None, 64, 2048)
         rest = HEAD_DIM**-0.5, 0.0, None
         counts = ([count] * key.shape[1] for count in (64, 32, 64))
         return bi_clustered_attention(query, key, value, labels, labels, *counts, None, None, None, *rest)
@@ -111,14 +111,14 @@ def record() -> dict[str, Any]:
     start(GPU)
     recorder = Recorder()
     recorder.install()
-    found = {}
+    launches = {}
     for name, call in layers().items():
         output = call()
-        found[name], recorder.launches = recorder.launches, []
+        launches[name], recorder.launches = recorder.launches, []
         output.sum().backward()
-        found[f"{name}, backward"], recorder.launches = recorder.launches, []
+        launches[f"{name}, backward"], recorder.launches = recorder.launches, []
     settings = {"gpu": GPU, "dtype": DTYPE, "length": LENGTH, "heads": HEADS, "head_dim": HEAD_DIM}
-    return settings | {"triton": triton.__version__, "layers": found}
+    return settings | {"triton": triton.__version__, "layers": launches}
 
 
 if __name__ == "__main__":

@@ -56,9 +56,9 @@ def test_hot_kernels_are_what_they_were():
     command = [sys.executable, str(HERE / "machine_code.py"), "--check"]
     done = subprocess.run(command, env=environment, capture_output=True, text=True)
     assert done.returncode == 0, done.stderr[-3000:]
-    found = json.loads(done.stdout)
-    assert found.keys() == recorded.keys()
+    compiled = json.loads(done.stdout)
+    assert compiled.keys() == recorded.keys()
     for layer, launches in recorded["layers"].items():
-        assert [launch["kernel"] for launch in found["layers"][layer]] == [launch["kernel"] for launch in launches]
-        for launch, expected in zip(found["layers"][layer], launches, strict=True):
+        assert [launch["kernel"] for launch in compiled["layers"][layer]] == [launch["kernel"] for launch in launches]
+        for launch, expected in zip(compiled["layers"][layer], launches, strict=True):
             assert launch == expected, layer

@@ -33,11 +33,11 @@ class Compiled:
 @pytest.fixture
 def compiled(monkeypatch):
     """A kernel, and what it was compiled to, one for each time that Triton had to look at the arguments."""
-    found: list[Compiled] = []
+    kernels: list[Compiled] = []
 
     def run(self, *args, grid, warmup, **constants):
-        found.append(Compiled())
-        return found[-1]
+        kernels.append(Compiled())
+        return kernels[-1]
 
     class Gpu:
         device = 0
@@ -49,7 +49,7 @@ def compiled(monkeypatch):
     monkeypatch.setattr(JITFunction, "run", run)
     monkeypatch.setattr(launch, "REMEMBERS", True)
     monkeypatch.setattr(launch, "driver", type("Driver", (), {"active": gpu}))
-    return launch.Kernel(_some_kernel, do_not_specialize=launch.LENGTHS), found, gpu
+    return launch.Kernel(_some_kernel, do_not_specialize=launch.LENGTHS), kernels, gpu
 
 
 @pytest.mark.parametrize(("interpret", "kind", "read"), [("0", launch.Kernel, 1), ("1", InterpretedFunction, 0)])
@@ -64,19 +64,19 @@ def test_a_kernel_is_read_once(interpret, kind, read, monkeypatch):
 
 
 def test_the_same_arguments_are_looked_at_once(compiled):
-    kernel, found, _ = compiled
+    kernel, kernels, _ = compiled
     first, second = torch.zeros(8), torch.ones(8)
     for tensor in (first, second):
         kernel[(3,)](tensor, 5, BLOCK=16, num_warps=4)
-    assert len(found) == 1
-    ((grid, given),) = found[0].launches
+    assert len(kernels) == 1
+    ((grid, given),) = kernels[0].launches
     assert grid == (3, 1, 1)
     assert given[0] is second
     assert given[1:] == (5, 16)
 
 
 def test_whatever_triton_compiles_for_is_told_apart(compiled):
-    kernel, found, gpu = compiled
+    kernel, kernels, gpu = compiled
     numbers = torch.zeros(64)
     odd = numbers[1:]  # begins at no multiple of 16 bytes
     calls = [
@@ -94,8 +94,8 @@ def test_whatever_triton_compiles_for_is_told_apart(compiled):
     for gpu.device in (0, 1):
         for args, constants in calls * 2:
             kernel[(1,)](*args, **constants)
-    assert len(found) == 2 * len(calls)
-    assert all(len(one.launches) == 1 for one in found)
+    assert len(kernels) == 2 * len(calls)
+    assert all(len(binary.launches) == 1 for binary in kernels)
 
 
 def test_a_launch_runs_on_the_gpu_that_holds_the_tensors(compiled, monkeypatch):
@@ -124,23 +124,23 @@ def test_what_is_not_compiled_is_not_remembered_and_memory_is_bounded(compiled, 
         assert len(kernel.remembered) <= 10
     monkeypatch.setattr(JITFunction, "run", lambda *_, **__: None)
     kernel[(1,)](torch.zeros(8), 100, BLOCK=16)
-    assert all(one is not None for one, _ in kernel.remembered.values())
+    assert all(binary is not None for binary, _ in kernel.remembered.values())
 
 
 def test_tensors_by_name_are_passed_and_not_kept(compiled):
-    kernel, found, _ = compiled
+    kernel, kernels, _ = compiled
     tensors = [torch.zeros(8), torch.ones(8)]
     for tensor in tensors:
         kernel[(1, 2)](BLOCK=16, n=5, x_ptr=tensor)
-    assert len(found) == 1
-    ((grid, given),) = found[0].launches
+    assert len(kernels) == 1
+    ((grid, given),) = kernels[0].launches
     assert grid == (1, 2, 1)
     assert given[0] is tensors[1]
     assert given[1:] == (5, 16)
     kept = [weakref.ref(tensor) for tensor in tensors]
-    found[0].launches.clear()
+    kernels[0].launches.clear()
     del tensors, tensor, given
-    assert all(one() is None for one in kept)
+    assert all(reference() is None for reference in kept)
 
 
 @pytest.mark.slow

@@ -95,9 +95,9 @@ def test_only_an_evaluation_takes_texts_from_the_training(tmp_path, monkeypatch)
     ):
         seen.clear()
         more = ["--max_length", str(16 + number), "--output_dir", str(tmp_path / str(number))]  # else from the cache
-        found = run_classification.main([*common, *switches, *more])
+        metrics = run_classification.main([*common, *switches, *more])
         assert seen == sizes
-        assert found["train_samples_per_second"] > 0
+        assert metrics["train_samples_per_second"] > 0
         state = json.loads((tmp_path / str(number) / "trainer_state.json").read_text())
         assert state["global_step"] == sizes[0]
 
@@ -108,8 +108,8 @@ def test_predictions_are_named_and_need_no_labels(tmp_path):
     test = ["--test_files", write(tmp_path / "test.jsonl", films(12, labelled=False))]
     run = ["--do_predict", "--output_dir", str(tmp_path / "run")]
     learn = ["--do_train", "--learning_rate", "1e-2", "--num_train_epochs", "10"]
-    found = run_classification.main([*RUN, *train, *test, *run, *learn])
-    assert "test_accuracy" not in found
+    metrics = run_classification.main([*RUN, *train, *test, *run, *learn])
+    assert "test_accuracy" not in metrics
     lines = (tmp_path / "run" / "predictions.tsv").read_text().splitlines()
     assert lines == ["index\tprediction", *(f"{n}\t{('bad', 'good')[n % 2]}" for n in range(12))]
 
@@ -118,8 +118,8 @@ def test_predictions_are_named_and_need_no_labels(tmp_path):
     for name, rows in (("labelled", films(12)), ("nothing", nothing), ("unlabelled", films(12, labelled=False))):
         file = write(tmp_path / f"{name}.jsonl", rows)
         output = ["--do_predict", "--output_dir", str(tmp_path / name)]
-        found = run_classification.main([*loaded, "--test_files", file, *output])
-        assert found.get("test_accuracy") == (1.0 if name == "labelled" else None)
+        metrics = run_classification.main([*loaded, "--test_files", file, *output])
+        assert metrics.get("test_accuracy") == (1.0 if name == "labelled" else None)
         assert (tmp_path / name / "predictions.tsv").read_text().splitlines() == lines
     few = ["--max_predict_samples", "5", "--do_predict", "--output_dir", str(tmp_path / "few")]
     run_classification.main([*loaded, *test, *few])
@@ -176,20 +176,20 @@ def test_texts_on_whose_class_nobody_agreed_are_left_out():
     """As SNLI has them; a test keeps its rows, by whose numbers it is predicted."""
 
     def rows(labels):
-        found = Dataset.from_dict({"text": [f"a {n}" for n in range(len(labels))], "label": labels})
-        return found.cast_column("label", ClassLabel(names=["bad", "good"]))
+        rows = Dataset.from_dict({"text": [f"a {n}" for n in range(len(labels))], "label": labels})
+        return rows.cast_column("label", ClassLabel(names=["bad", "good"]))
 
     data = DatasetDict(train=rows([0, -1, 1, None, -1]), validation=rows([1, -1]), test=rows([0, -1, 1]))
     with pytest.warns(UserWarning, match="have no class") as warned:
-        found = with_class_numbers(data, "label")
+        agreed = with_class_numbers(data, "label")
     assert [str(warning.message).partition(" have")[0] for warning in warned] == [
         "3 of 5 texts of 'train'",
         "1 of 2 texts of 'validation'",
         "1 of 3 texts of 'test'",
     ]
-    assert found["train"][:] == {"text": ["a 0", "a 2"], "label": [0, 1]}
-    assert found["validation"][:] == {"text": ["a 0"], "label": [1]}
-    assert found["test"][:] == {"text": ["a 0", "a 1", "a 2"]}
+    assert agreed["train"][:] == {"text": ["a 0", "a 2"], "label": [0, 1]}
+    assert agreed["validation"][:] == {"text": ["a 0"], "label": [1]}
+    assert agreed["test"][:] == {"text": ["a 0", "a 1", "a 2"]}
 
 
 def test_no_text_is_evaluated_that_another_run_was_trained_on(tmp_path):

@@ -32,18 +32,18 @@ def test_examples_are_those_of_the_whole_text(characters, length, tokenizer):
     texts = DatasetDict({"train": Dataset.from_dict({"number": range(len(TEXTS)), "text": TEXTS})})
     whole = list(chain.from_iterable([*tokenizer(text)["input_ids"], tokenizer.eos_token_id] for text in TEXTS))
     expected = [whole[start : start + length] for start in range(0, len(whole) - length + 1, length)]
-    found = text_data.blocks(texts, tokenizer, length, characters)["train"]
-    assert found["input_ids"][:] == expected
-    assert found["labels"][:] == expected
-    assert found.column_names == ["input_ids", "labels"]
+    examples = text_data.blocks(texts, tokenizer, length, characters)["train"]
+    assert examples["input_ids"][:] == expected
+    assert examples["labels"][:] == expected
+    assert examples.column_names == ["input_ids", "labels"]
 
 
 def test_little_of_a_text_is_in_memory():
     """As many characters as are asked for, and what is left of the last text."""
-    found = list(text_data.portions(Dataset.from_dict({"text": TEXTS}), 30))
-    assert list(chain.from_iterable(found)) == TEXTS
-    assert all(sum(len(text) + 1 for text in portion[:-1]) < 30 for portion in found)
-    assert len(found) > 10
+    portions = list(text_data.portions(Dataset.from_dict({"text": TEXTS}), 30))
+    assert list(chain.from_iterable(portions)) == TEXTS
+    assert all(sum(len(text) + 1 for text in portion[:-1]) < 30 for portion in portions)
+    assert len(portions) > 10
 
 
 def test_examples_are_made_once(tokenizer, monkeypatch):
@@ -100,12 +100,12 @@ def test_only_what_is_used_becomes_tokens(script, data_set, tmp_path, monkeypatc
     assert state["global_step"] == 5
     named = ["--use_cpu", "--report_to", "none", "--block_length", "8", *data_set]
     alone = [*named, "--model_name_or_path", str(tmp_path / "run"), "--do_eval", "--max_eval_samples", "3"]
-    found = script.main([*alone, "--per_device_eval_batch_size", "1", "--output_dir", str(tmp_path / "alone")])
-    assert found["eval_steps_per_second"] / found["eval_samples_per_second"] == pytest.approx(1, rel=0.01)
+    metrics = script.main([*alone, "--per_device_eval_batch_size", "1", "--output_dir", str(tmp_path / "alone")])
+    assert metrics["eval_steps_per_second"] / metrics["eval_samples_per_second"] == pytest.approx(1, rel=0.01)
     assert seen == [{"train"}, {"validation"}]
     if script is run_clm:
-        assert found["validation_tokens"] == 3 * 8
-        assert not {"train_tokens", "unigram_loss"} & set(found)
+        assert metrics["validation_tokens"] == 3 * 8
+        assert not {"train_tokens", "unigram_loss"} & set(metrics)
 
 
 def test_counts_are_made_where_they_are_asked_for(data_set, tmp_path):

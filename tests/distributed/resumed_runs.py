@@ -17,7 +17,7 @@ from scripts.train import glue as run_glue
 def main() -> None:
     """Run as one of several processes."""
     step, folder, file, *arguments = sys.argv[1:]
-    found = {}
+    losses = {}
     for order in ("random", "group_by_length"):
         whole, stopped = (Path(folder) / f"{order}-{name}" for name in ("whole", "stopped"))
         run = [*arguments, "--train_sampling_strategy", order, "--resume_from_checkpoint", "last", "--output_dir"]
@@ -26,9 +26,9 @@ def main() -> None:
             shutil.copytree(whole / f"checkpoint-{step}", stopped / f"checkpoint-{step}")
         dist.barrier()
         resumed = run_glue.main([*run, str(stopped)])
-        found[order] = (unbroken["eval_loss"], resumed["eval_loss"])
+        losses[order] = (unbroken["eval_loss"], resumed["eval_loss"])
     if dist.get_rank() == 0:
-        Path(file).write_text(json.dumps(found))
+        Path(file).write_text(json.dumps(losses))
     dist.destroy_process_group()
 
 

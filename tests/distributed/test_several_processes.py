@@ -32,8 +32,8 @@ def launch(*command):
 def test_two_processes_train_as_one(kind, way):
     """DDP and FSDP 2; the torch.library ops, patched models and their new parameters among it."""
     expected = training_steps.losses(kind)
-    for found in on_ranks([partial(training_steps.losses, kind, way)] * 2):
-        assert found == pytest.approx(expected, abs=2e-6)
+    for losses in on_ranks([partial(training_steps.losses, kind, way)] * 2):
+        assert losses == pytest.approx(expected, abs=2e-6)
     assert min(expected) < expected[0]  # four steps of a random model need not fall one by one
 
 
@@ -51,7 +51,7 @@ def test_accelerate_launch_gives_the_loss_of_one_process(config, tmp_path):
         *("--max_length", "32", "--max_steps", "6", "--learning_rate", "1e-2"),
         *"--do_train --do_eval --use_cpu --report_to none --disable_tqdm true".split(),  # noqa: SIM905
     ]
-    one = run_classification.main(
+    alone = run_classification.main(
         [*arguments, "--per_device_train_batch_size", "8", "--output_dir", str(tmp_path / "one")]
     )
     launch(
@@ -59,9 +59,9 @@ def test_accelerate_launch_gives_the_loss_of_one_process(config, tmp_path):
         *("--main_process_port", "0", str(SCRIPTS / "classification.py"), *arguments),
         *("--per_device_train_batch_size", "4", "--output_dir", str(tmp_path / "two")),
     )
-    two = json.loads((tmp_path / "two" / "all_results.json").read_text())
-    assert two["epoch"] == one["epoch"]  # each step has the batch of one process, in halves
-    assert two["eval_loss"] == pytest.approx(one["eval_loss"], abs=1e-5)
+    halved = json.loads((tmp_path / "two" / "all_results.json").read_text())
+    assert halved["epoch"] == alone["epoch"]  # each step has the batch of one process, in halves
+    assert halved["eval_loss"] == pytest.approx(alone["eval_loss"], abs=1e-5)
 
 
 @pytest.mark.slow

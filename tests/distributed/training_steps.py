@@ -58,7 +58,7 @@ def losses(kind: str, way: str | None = None) -> list[float]:
     words = torch.randint(1, 40, (8, 21), generator=torch.Generator().manual_seed(1))
     labels = (words[:, 0] > 20).long()
     share = slice(rank * 8 // processes, (rank + 1) * 8 // processes)
-    found = []
+    step_losses = []
     for _ in range(4):
         loss = run(words[share], labels=labels[share]).loss
         loss.backward()
@@ -67,5 +67,5 @@ def losses(kind: str, way: str | None = None) -> list[float]:
         total = loss.detach().clone()
         if way is not None:
             dist.all_reduce(total)
-        found.append(float(total) / processes)
-    return found
+        step_losses.append(float(total) / processes)
+    return step_losses

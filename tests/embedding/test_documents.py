@@ -10,7 +10,7 @@ from hf_effattn.embedding.documents import Folder, JSONLines, Skipped, Unreadabl
 
 
 def texts(source):
-    return {one.id: "".join(source.pieces(one)) for one in source.documents() if not isinstance(one, Skipped)}
+    return {doc.id: "".join(source.pieces(doc)) for doc in source.documents() if not isinstance(doc, Skipped)}
 
 
 def test_a_line_that_is_too_long_is_skipped_and_the_next_one_is_read(tmp_path, monkeypatch):
@@ -19,7 +19,7 @@ def test_a_line_that_is_too_long_is_skipped_and_the_next_one_is_read(tmp_path, m
     (tmp_path / "rows.jsonl").write_text("\n".join(rows))
     source = JSONLines(tmp_path / "rows.jsonl", "text")
     assert texts(source) == {1: "a" * 5, 3: "a" * 7}
-    (skipped,) = [one for one in source.documents() if isinstance(one, Skipped)]
+    (skipped,) = [doc for doc in source.documents() if isinstance(doc, Skipped)]
     assert (skipped.id, skipped.why) == (2, "the line has 213 bytes, at most 50 are read")
 
 

@@ -17,10 +17,10 @@ def test_portions_are_the_text_and_end_between_words():
     whole = text(200) + "x" * 60 + " end"
     for sizes in (1, 7, 1000):
         pieces = [whole[start : start + sizes] for start in range(0, len(whole), sizes)]
-        found = list(portions(pieces, 40))
-        assert "".join(found) == whole
-        assert all(len(one) <= 40 for one in found)
-        assert all(one[0] == " " for one in found[1:] if "x" not in one)
+        parts = list(portions(pieces, 40))
+        assert "".join(parts) == whole
+        assert all(len(part) <= 40 for part in parts)
+        assert all(part[0] == " " for part in parts[1:] if "x" not in part)
 
 
 def test_tokens_in_portions_are_those_of_the_whole_text(tokenizer, real_model_folder, monkeypatch):
@@ -46,9 +46,9 @@ def test_chunks_hold_every_token_once(tokenizer):
     tokens = Tokens(tokenizer)
     sequence, _ = tokens.sequence([text(25)])
     chunks = tokens.chunks(sequence, 12)
-    assert [len(one) for one in chunks] == [12, 12, 7]
-    assert [token for one in chunks for token in one[1:-1]] == sequence[1:-1]
-    assert {(one[0], one[-1]) for one in chunks} == {(sequence[0], sequence[-1])}
+    assert [len(chunk) for chunk in chunks] == [12, 12, 7]
+    assert [token for chunk in chunks for token in chunk[1:-1]] == sequence[1:-1]
+    assert {(chunk[0], chunk[-1]) for chunk in chunks} == {(sequence[0], sequence[-1])}
     assert tokens.chunks(sequence[:1] + sequence[-1:], 12) == [sequence[:1] + sequence[-1:]]
     with pytest.raises(ValueError, match="leave no room"):
         tokens.chunks(sequence, 2)

@@ -22,19 +22,19 @@ IMAGES = [(1024, 1024), (512, 768), (256, 256), (1024, 640)]
 each_dtype = pytest.mark.parametrize("dtype", TOLERANCE)
 
 
-def distance(one: torch.Tensor, other: torch.Tensor) -> float:
-    return float((one.double() - other.double()).norm() / other.double().norm())
+def distance(actual: torch.Tensor, expected: torch.Tensor) -> float:
+    return float((actual.double() - expected.double()).norm() / expected.double().norm())
 
 
 def assert_patched_is_exact(exact: Any, run: Callable[[Any], torch.Tensor], dtype: torch.dtype) -> None:
     """Outputs and gradients of a model are the same when it is patched."""
-    found = []
+    passes = []
     for model in (patch_attention(copy.deepcopy(exact), "exact"), exact):
         output = run(model)
         output.float().square().mean().backward()
-        found.append((output, torch.cat([one.grad.flatten() for one in model.parameters() if one.grad is not None])))
-    assert distance(found[0][0], found[1][0]) < TOLERANCE[dtype]
-    assert distance(found[0][1], found[1][1]) < 5 * TOLERANCE[dtype]
+        passes.append((output, torch.cat([p.grad.flatten() for p in model.parameters() if p.grad is not None])))
+    assert distance(passes[0][0], passes[1][0]) < TOLERANCE[dtype]
+    assert distance(passes[0][1], passes[1][1]) < 5 * TOLERANCE[dtype]
 
 
 @each_dtype
@@ -44,12 +44,12 @@ def test_blocks_are_a_dense_mask(window, length, dtype, gpu):
     length = length or shortest_length(window, 2)
     torch.manual_seed(0)
     inputs = [torch.randn(2, heads, length, 64, device=gpu, dtype=dtype) for heads in (8, 4, 4)]
-    found = []
+    passes = []
     for way in (by_blocks, by_dense_mask):
-        leaves = [one.clone().requires_grad_() for one in inputs]
+        leaves = [tensor.clone().requires_grad_() for tensor in inputs]
         output = partial(way, mask_function(window))(*leaves)
-        found.append([output, *torch.autograd.grad(output, leaves, torch.ones_like(output))])
-    for blocks, dense in zip(*found, strict=True):
+        passes.append([output, *torch.autograd.grad(output, leaves, torch.ones_like(output))])
+    for blocks, dense in zip(*passes, strict=True):
         assert distance(blocks, dense) < TOLERANCE[dtype]
 
 

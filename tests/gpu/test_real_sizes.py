@@ -37,8 +37,8 @@ class Case:
         generator = torch.Generator(outputs[0].device).manual_seed(1)
         weights = [torch.randn(x.shape, device=x.device, generator=generator).to(x.dtype) for x in outputs]
         gradients = torch.autograd.grad(outputs, list(leaves.values()), weights)
-        found = {f"output {number}": tensor.detach() for number, tensor in enumerate(outputs)}
-        return found | dict(zip(leaves, gradients, strict=True))
+        named = {f"output {number}": tensor.detach() for number, tensor in enumerate(outputs)}
+        return named | dict(zip(leaves, gradients, strict=True))
 
 
 def draw(device, dtype, *shape, seed=0):
@@ -362,10 +362,10 @@ def test_remembered_launches_read_what_they_are_given(name, gpu):
 
     ways = {"other": lambda x: x.flip(-2), "same": torch.clone, "moved": moved}
     first = case.run()[0]
-    found = {way: case.run({leaf: change(x) for leaf, x in case.leaves.items()})[0] for way, change in ways.items()}
-    assert not torch.equal(first, found["other"])
-    assert torch.equal(found["same"], first)
-    torch.testing.assert_close(found["moved"], first)
+    outputs = {way: case.run({leaf: change(x) for leaf, x in case.leaves.items()})[0] for way, change in ways.items()}
+    assert not torch.equal(first, outputs["other"])
+    assert torch.equal(outputs["same"], first)
+    torch.testing.assert_close(outputs["moved"], first)
 
 
 @pytest.mark.parametrize("size", SIZES.values(), ids=SIZES)
@@ -384,12 +384,12 @@ def test_labels_are_as_good_and_never_change(size, method, gpu):
     assert first.min() >= 0
     assert first.max() < size.clusters
     spread = []
-    for found in (first, labels("batched")):
-        index = found[..., None].expand(-1, -1, -1, size.width)
+    for assigned in (first, labels("batched")):
+        index = assigned[..., None].expand(-1, -1, -1, size.width)
         rows = query.float() if mask is None else query.float() * mask[:, None, :, None]
-        counts = torch.zeros(*found.shape[:2], size.clusters, device=gpu)
-        counts.scatter_add_(2, found, torch.ones_like(found, dtype=counts.dtype))
-        sums = torch.zeros(*found.shape[:2], size.clusters, size.width, device=gpu).scatter_add_(2, index, rows)
+        counts = torch.zeros(*assigned.shape[:2], size.clusters, device=gpu)
+        counts.scatter_add_(2, assigned, torch.ones_like(assigned, dtype=counts.dtype))
+        sums = torch.zeros(*assigned.shape[:2], size.clusters, size.width, device=gpu).scatter_add_(2, index, rows)
         means = sums / counts.clamp(min=1)[..., None]
         spread.append((rows - means.gather(2, index)).square().sum().item())
     assert spread[0] < 1.02 * spread[1]

@@ -92,15 +92,15 @@ def test_a_part_that_was_not_measured_has_no_column():
 
 def test_evaluations_become_a_table_and_the_model_index():
     results = {"eval_accuracy": 0.875, "eval_runtime": 3.0, "epoch": 1.0, "test_f1": 0.5, "train_loss": 0.1}
-    found = evaluations_of(results, task="text-classification", dataset="stanfordnlp/sst2")
-    assert [(one.dataset_split, one.metric_type, one.metric_value) for one in found] == [
+    evaluations = evaluations_of(results, task="text-classification", dataset="stanfordnlp/sst2")
+    assert [(row.dataset_split, row.metric_type, row.metric_value) for row in evaluations] == [
         ("validation", "accuracy", 0.875),
         ("test", "f1", 0.5),
     ]
-    card = hf_effattn.model_card(made("bert-cst"), name="tuned", evaluations=found)
+    card = hf_effattn.model_card(made("bert-cst"), name="tuned", evaluations=evaluations)
     assert "| sst2, validation | accuracy | 0.875 |" in card.text
     index = ModelCard(str(card)).data.eval_results
-    assert [(one.dataset_type, one.metric_value) for one in index] == [
+    assert [(row.dataset_type, row.metric_value) for row in index] == [
         ("stanfordnlp/sst2", 0.875),
         ("stanfordnlp/sst2", 0.5),
     ]
@@ -127,8 +127,8 @@ def test_the_base_model_is_where_a_patched_model_came_from(tmp_path):
     changed(model, kind).save_pretrained(tmp_path / "patched")
     # Saved, loaded and patched once more it still comes from there.
     loaded = hf_effattn.from_pretrained(AutoModelForSequenceClassification, tmp_path / "patched")
-    for one in (model, loaded, hf_effattn.patch_attention(loaded, "clustered")):
-        card = hf_effattn.model_card(one, name="mine")
+    for patched in (model, loaded, hf_effattn.patch_attention(loaded, "clustered")):
+        card = hf_effattn.model_card(patched, name="mine")
         assert card.data.base_model == "google-bert/bert-base-uncased"
         assert (
             "[google-bert/bert-base-uncased](https://huggingface.co/google-bert/bert-base-uncased) with" in card.text
@@ -229,11 +229,11 @@ def test_a_report_of_another_kind_of_model_is_refused():
 def test_a_report_of_other_settings_is_told():
     model = hf_effattn.patch_attention(KINDS["bert-clustered"].build(), "clustered", clusters=4, min_length=0)
     inputs = inputs_for(model)
-    own, other = (
-        hf_effattn.report(model, inputs, [f"clustered clusters={one}"], repeats=0, memory=False) for one in (4, 3)
+    report, other = (
+        hf_effattn.report(model, inputs, [f"clustered clusters={n}"], repeats=0, memory=False) for n in (4, 3)
     )
     with warnings.catch_warnings(action="error"):
-        hf_effattn.model_card(model, report=own)
+        hf_effattn.model_card(model, report=report)
     with pytest.warns(UserWarning, match="clustered clusters=3, and this model runs clustered clusters=4:"):
         hf_effattn.model_card(model, report=other)
 
@@ -252,7 +252,7 @@ def test_the_loading_code_gets_the_name_of_the_repository():
 
 
 def test_several_evaluations_of_other_kinds_are_written_as_they_are():
-    one = EvalResult(
+    evaluation = EvalResult(
         task_type="translation", dataset_type="a/b", dataset_name="AB", metric_type="bleu", metric_value="23.1 / 40"
     )
-    assert "| AB | bleu | 23.1 / 40 |" in hf_effattn.model_card(made("cst-causal"), evaluations=[one]).text
+    assert "| AB | bleu | 23.1 / 40 |" in hf_effattn.model_card(made("cst-causal"), evaluations=[evaluation]).text

@@ -30,7 +30,7 @@ def calls(tree):
         if isinstance(node, ast.Call):
             yield (
                 ast.unparse(node.func),
-                {one.arg for one in node.keywords if isinstance(one.value, ast.Constant) and one.value.value is True},
+                {kw.arg for kw in node.keywords if isinstance(kw.value, ast.Constant) and kw.value.value is True},
             )
 
 
@@ -41,7 +41,7 @@ def test_no_line_of_the_package_runs_text_or_reads_a_pickle():
             assert name not in RUNS_TEXT, (path, name)
             assert name not in ("torch.load", "yaml.load", "os.system", "pickle.load", "pickle.loads"), (path, name)
             assert not switched_on & {"trust_remote_code", "shell"}, (path, name)
-        imported = {one.name for node in ast.walk(tree) if isinstance(node, ast.Import) for one in node.names}
+        imported = {alias.name for node in ast.walk(tree) if isinstance(node, ast.Import) for alias in node.names}
         assert not imported & {"pickle", "dill", "joblib", "marshal", "shelve"}, path
 
 
@@ -79,7 +79,7 @@ def test_names_of_documents_name_no_files(tmp_path):
     documents = tmp_path / "in" / "rows.jsonl"
     documents.parent.mkdir()
     ids = ["../../evil", "/evil", "a/../../evil", HOSTILE]
-    documents.write_text("\n".join(json.dumps({"id": one, "text": "ba be"}) for one in ids))
+    documents.write_text("\n".join(json.dumps({"id": name, "text": "ba be"}) for name in ids))
     encoder = save_encoder(tmp_path / "encoder")
     before = {path for path in tmp_path.rglob("*") if encoder not in path.parents}
     output = tmp_path / "out"

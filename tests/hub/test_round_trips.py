@@ -96,12 +96,12 @@ def _run_clients(folder: Path) -> None:
         plain = {case_name(*case): KINDS[case[0]].auto_class for case in CASES if case[2] == "shards"}
         arguments = (str(folder), USER, json.dumps(plain | {PRIVATE: KINDS["bert-cst"].auto_class}))
         hub.run("-c", WITHOUT_THE_PACKAGE, *arguments, home=folder / "plain")
-        found: dict[str, Any] = {}
+        facts: dict[str, Any] = {}
         for name in hub.repositories:
             paths = sorted(hub.files(name))
             leaks = [path for path in paths if hub.token.encode() in hub.content(name, path)]
-            found[name] = {"paths": paths, "leaks": leaks, "config": json.loads(hub.content(name, "config.json"))}
-        (folder / "repositories.json").write_text(json.dumps(found))
+            facts[name] = {"paths": paths, "leaks": leaks, "config": json.loads(hub.content(name, "config.json"))}
+        (folder / "repositories.json").write_text(json.dumps(facts))
 
 
 each_case = pytest.mark.parametrize(("kind", "precision", "form"), CASES)
@@ -129,9 +129,9 @@ def test_the_same_outputs_out_of_a_folder(kind: str, results: Results) -> None:
 
 @each_case
 def test_the_repository_holds_safetensors_only(kind: str, precision: str, form: str, results: Results) -> None:
-    found = results.facts("repositories")[f"{USER}/{case_name(kind, precision, form)}"]
-    weights = [path for path in found["paths"] if path.endswith(".safetensors")]
-    others = set(found["paths"]) - set(weights)
+    facts = results.facts("repositories")[f"{USER}/{case_name(kind, precision, form)}"]
+    weights = [path for path in facts["paths"] if path.endswith(".safetensors")]
+    others = set(facts["paths"]) - set(weights)
     known = {".gitattributes", "README.md", "config.json", "generation_config.json", "model.safetensors.index.json"}
     assert others <= known
     if form == "shards":
@@ -140,10 +140,10 @@ def test_the_repository_holds_safetensors_only(kind: str, precision: str, form: 
     else:
         assert weights == ["model.safetensors"]
         assert "model.safetensors.index.json" not in others
-    assert found["config"]["dtype"] == precision
-    assert ("effattn" in found["config"]) == (KINDS[kind].method is not None)
-    assert "attn_implementation" not in str(found["config"])
-    assert found["leaks"] == [], "the token is in a file"
+    assert facts["config"]["dtype"] == precision
+    assert ("effattn" in facts["config"]) == (KINDS[kind].method is not None)
+    assert "attn_implementation" not in str(facts["config"])
+    assert facts["leaks"] == [], "the token is in a file"
 
 
 @pytest.mark.parametrize("kind", PATCHED)

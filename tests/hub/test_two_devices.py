@@ -85,8 +85,8 @@ def test_pooling_and_losses_behind_layers_on_two_devices(pooling):
         model = hf_effattn.ClusterFormerForSequenceClassification(config).eval()
         spread(model, [model.base_model.embeddings, model.base_model.centroids, model.base_model.layers[0]])
         words = torch.zeros(2, 9, dtype=torch.long, device=FIRST)
-        found = model(words, attention_mask=torch.ones_like(words), labels=words[:, 0])
-        assert found.loss.device == found.cluster_loss.device == FIRST
+        output = model(words, attention_mask=torch.ones_like(words), labels=words[:, 0])
+        assert output.loss.device == output.cluster_loss.device == FIRST
 
 
 @pytest.mark.slow
@@ -95,8 +95,8 @@ def test_encoder_and_decoder_on_two_devices():
         model = hf_effattn.ClusterFormerForConditionalGeneration(clusterformer_cases.tiny_config(gated=False)).eval()
         spread(model, [model.encoder])
         words = torch.zeros(2, 9, dtype=torch.long, device=FIRST)
-        found = model(words, attention_mask=torch.ones_like(words), labels=words)
-        assert found.loss.device == found.cluster_loss.device == FIRST
+        output = model(words, attention_mask=torch.ones_like(words), labels=words)
+        assert output.loss.device == output.cluster_loss.device == FIRST
 
 
 def test_fake_tensors_refuse_what_lies_elsewhere():
@@ -119,8 +119,8 @@ def test_a_cache_of_layers_on_two_devices(variant, monkeypatch):
         words = torch.zeros(2, 9, dtype=torch.long, device=FIRST)
         cache = model(words, attention_mask=torch.ones_like(words)).past_key_values
         mask = torch.ones(2, 12, dtype=torch.long, device=FIRST)
-        found = model(words[:, :3], attention_mask=mask, past_key_values=cache, output_hidden_states=True)
-        assert found.logits.device == FIRST
+        output = model(words[:, :3], attention_mask=mask, past_key_values=cache, output_hidden_states=True)
+        assert output.logits.device == FIRST
 
 
 @pytest.mark.slow_except("bi-clustered")

@@ -18,7 +18,7 @@ def test_means_of_many_words(dtype):
     expected = torch.full((2, 3), 96.0, dtype=dtype)
     means = masked_mean(words, mask), pool(words, mask.bool(), "mean")
     whole = masked_mean(words[:1], None), pool(words[:1], None, "mean")
-    for mean in (*means, *(torch.cat([one, one]) for one in whole)):
+    for mean in (*means, *(torch.cat([mean, mean]) for mean in whole)):
         torch.testing.assert_close(mean, expected, rtol=0, atol=0)
 
 

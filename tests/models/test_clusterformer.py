@@ -163,9 +163,9 @@ def test_padding_changes_no_logits_and_no_loss_of_a_text(pooling, side):
     labels = torch.tensor([1, 0, 1])
     padded = model(words, attention_mask=mask, labels=labels)
     single = [model(words[b : b + 1, mask[b].bool()], labels=labels[b : b + 1]) for b in range(3)]
-    torch.testing.assert_close(padded.logits, torch.cat([one.logits for one in single]), **ROUNDING)
+    torch.testing.assert_close(padded.logits, torch.cat([alone.logits for alone in single]), **ROUNDING)
     for name in ("loss", "cluster_loss", "sorting_loss", "largest_cluster", "empty_clusters", "word_cosine"):
-        mean = torch.stack([getattr(one, name) for one in single]).mean()
+        mean = torch.stack([getattr(alone, name) for alone in single]).mean()
         torch.testing.assert_close(getattr(padded, name), mean, **ROUNDING)
 
 
@@ -223,8 +223,8 @@ def test_gradients_of_the_cluster_loss_are_those_of_its_definition(cosine):
     leaves = words.requires_grad_(), updated.requires_grad_()
     loss = 0.0
     for b in range(2):
-        own = updated[b][labels[b]]
-        similar = F.cosine_similarity(words[b], own, dim=-1) if cosine else (words[b] * own).sum(dim=-1)
+        nearest = updated[b][labels[b]]
+        similar = F.cosine_similarity(words[b], nearest, dim=-1) if cosine else (words[b] * nearest).sum(dim=-1)
         loss = loss - similar[mask[b]].mean() / 2
     actual = torch.autograd.grad(cluster_loss(words, updated, labels, mask, cosine), leaves)
     for gradient, expected in zip(actual, torch.autograd.grad(loss, leaves), strict=True):
@@ -239,7 +239,7 @@ def test_the_loss_is_the_weighted_sum_of_what_is_reported(model_class):
     weights = {"cluster_loss_weight": 0.3, "sorting_loss_weight": 0.2, "task_loss_weight": 0.7}
     model, words = tiny_model(model_class, gated=False, **weights), texts()
     inputs = labels_for(model_class, words)
-    output, silent = (model(words, **inputs, output_clustering=asked) for asked in (None, False))
+    output, silent = (model(words, **inputs, output_clustering=reports) for reports in (None, False))
     total = 0.7 * output.task_loss + 0.3 * output.cluster_loss + 0.2 * output.sorting_loss
     torch.testing.assert_close(output.loss, total)
     assert torch.equal(output[0], output.loss)  # where everyone looks for it
@@ -433,9 +433,9 @@ def test_weighted_attention_to_the_centroids_starts_as_none():
 def test_the_projection_of_the_centroids_starts_as_the_identity():
     for model_class in HEADS.values():
         model = tiny_model(model_class, dtype=torch.float32)
-        found = [p for name, p in model.named_parameters() if "centroid_projection" in name]
-        assert found
-        assert all(torch.equal(p, torch.eye(24)) for p in found)
+        projections = [p for name, p in model.named_parameters() if "centroid_projection" in name]
+        assert projections
+        assert all(torch.equal(p, torch.eye(24)) for p in projections)
 
 
 @pytest.mark.parametrize("model_class", HEADS.values(), ids=lambda c: c.__name__)

@@ -141,10 +141,10 @@ def test_caches_without_room_for_clusters_are_named():
         model(texts(2, 3), past_key_values=cache)
 
 
-@pytest.mark.parametrize("own", [ClusterFormerForCausalLM, CSTForCausalLM])
-def test_a_cache_goes_by_both_of_its_names(own):
+@pytest.mark.parametrize("head", [ClusterFormerForCausalLM, CSTForCausalLM])
+def test_a_cache_goes_by_both_of_its_names(head):
     """transformers calls it `cache` from 5.24 on."""
-    model = cst_models.tiny_model(own) if own is CSTForCausalLM else tiny_model(own).double()
+    model = cst_models.tiny_model(head) if head is CSTForCausalLM else tiny_model(head).double()
     words = texts(2, 9).clamp(max=49)  # of the smaller vocabulary
     expected = model(words).logits[:, 6:]
     for name in ("cache", "past_key_values"):
@@ -317,8 +317,8 @@ def test_padded_labels_change_nothing(causal, assignment):
     collated = model(source, labels=labels, decoder_input_ids=model.prepare_decoder_input_ids_from_labels(labels))
     assert torch.equal(collated.logits, padded.logits)
     single = [model(source[:1], labels=labels[:1, :7]), model(source[1:], labels=labels[1:])]
-    for one, logits in zip(single, padded.logits, strict=True):
-        torch.testing.assert_close(logits[: one.logits.shape[1]], one.logits[0], rtol=0, atol=1e-14)
+    for alone, logits in zip(single, padded.logits, strict=True):
+        torch.testing.assert_close(logits[: alone.logits.shape[1]], alone.logits[0], rtol=0, atol=1e-14)
     mean = (7 * single[0].task_loss + 16 * single[1].task_loss) / 23
     torch.testing.assert_close(padded.task_loss, mean, rtol=1e-15, atol=0)
     for name in ("cluster_loss", "sorting_loss", "largest_cluster", "empty_clusters", "word_cosine"):

@@ -165,9 +165,9 @@ def test_losses_that_trainer_leaves_out_are_warned_of(tmp_path):
         warnings.simplefilter("error")
         log_clustering(trainer_for(model, Parity(), tmp_path))
         log_clustering(trainer_for(gated, Parity(), tmp_path, label_smoothing_factor=0.1))
-        own = trainer_for(model, Parity(), tmp_path, label_smoothing_factor=0.1)
-        own.__class__ = OwnLoss
-        log_clustering(own)
+        subclassed = trainer_for(model, Parity(), tmp_path, label_smoothing_factor=0.1)
+        subclassed.__class__ = OwnLoss
+        log_clustering(subclassed)
 
 
 def test_numbers_of_several_devices_are_kept_apart():

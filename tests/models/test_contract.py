@@ -90,7 +90,7 @@ some_causal_variants = pytest.mark.parametrize(
 each_head = pytest.mark.parametrize(
     ("family", "auto_class"),
     [(family, auto_class) for family in FAMILIES for auto_class in family.heads],
-    ids=lambda one: str(one) if isinstance(one, Family) else one.__name__,
+    ids=lambda param: str(param) if isinstance(param, Family) else param.__name__,
 )
 # Where variants differ in what layers hand on to each other.
 TRAINED = (
@@ -263,13 +263,13 @@ def test_a_batch_is_learned_by_heart(family, name, variant):
     model = family.make(model_class, variant, initializer_range=0.02, **dropout).float().train()
     inputs = inputs_for(family, model_class, 4)
     # At twice the rate Adam may leap once a batch is learned, where the rounding of a processor decides.
-    optimizer = torch.optim.Adam([one for one in model.parameters() if one.requires_grad], lr=0.005)
+    optimizer = torch.optim.Adam([weight for weight in model.parameters() if weight.requires_grad], lr=0.005)
     losses = []
     for _ in range(60):
         optimizer.zero_grad()
         loss = model(**inputs).loss
         loss.backward()
-        missing = [name for name, one in model.named_parameters() if one.requires_grad and one.grad is None]
+        missing = [name for name, weight in model.named_parameters() if weight.requires_grad and weight.grad is None]
         assert not missing
         optimizer.step()
         losses.append(loss.item())
@@ -302,8 +302,8 @@ def test_the_loss_takes_labels_that_were_shifted_before(family, with_labels):
     output = model(words, labels=words if with_labels else None, shift_labels=shifted)
     expected = F.cross_entropy(output.logits.flatten(0, 1), shifted.flatten())
     torch.testing.assert_close(output.get("task_loss", output.loss).double(), expected, rtol=1e-6, atol=0)
-    own = F.pad(words[:, 1:], (0, 1), value=-100)
-    torch.testing.assert_close(model(words, shift_labels=own).loss, model(words, labels=words).loss)
+    ahead = F.pad(words[:, 1:], (0, 1), value=-100)
+    torch.testing.assert_close(model(words, shift_labels=ahead).loss, model(words, labels=words).loss)
 
 
 @each_family

@@ -162,20 +162,20 @@ def test_position_terms_are_added_to_queries_and_keys():
     local, coarse = position_terms(2)
     slicing = Slicing(slice_length=L, extension_ratio=2, attend_ends=False, local_terms=local, slice_terms=coarse)
     actual = merged_attention(query, key, value, slicing)
-    own = torch.arange(N) // L
+    slice_of = torch.arange(N) // L
     scale = 8**-0.5
     for i in (0, 9, 26):
-        s = int(own[i])
+        s = int(slice_of[i])
         near = [t for t in range(s * L - 2, s * L + L + 2) if 0 <= t < N]
         places = [t - s * L + 2 for t in near]
         local_query = query[0, 0, i] + local[0][0, i - s * L]
         scores = [(key[0, 0, near] + local[1][0, places]) @ local_query * scale]
-        others = [t for t in range(own[-1] + 1) if t != s]
-        coarse_query = query[0, 0, own == s].mean(dim=0) + coarse[0][0, s]
+        others = [t for t in range(slice_of[-1] + 1) if t != s]
+        coarse_query = query[0, 0, slice_of == s].mean(dim=0) + coarse[0][0, s]
         for t in others:
-            of_slice = key[0, 0, own == t].mean(dim=0) + coarse[1][0, t]
-            scores.append((coarse_query @ of_slice * scale + log((own == t).sum()))[None])
-        values = torch.cat([value[0, 0, near], *(value[0, 0, own == t].mean(dim=0)[None] for t in others)])
+            of_slice = key[0, 0, slice_of == t].mean(dim=0) + coarse[1][0, t]
+            scores.append((coarse_query @ of_slice * scale + log((slice_of == t).sum()))[None])
+        values = torch.cat([value[0, 0, near], *(value[0, 0, slice_of == t].mean(dim=0)[None] for t in others)])
         expected = torch.cat(scores).softmax(dim=0) @ values
         torch.testing.assert_close(actual[0, 0, i], expected, rtol=0, atol=2e-15)
 

@@ -57,8 +57,8 @@ def test_the_accuracy_is_that_of_its_card(model, tokenizer, large_data):
     for start in range(0, MESSAGES, 50):
         part = [messages[place] for place in drawn[start : start + 50]]
         options = {"truncation": True, "max_length": 512, "padding": True, "return_tensors": "pt"}
-        guessed = model(**tokenizer([one["text"] for one in part], **options)).logits.argmax(dim=1)
-        right += sum(model.config.id2label[int(a)] == one["label"] for a, one in zip(guessed, part, strict=True))
+        guessed = model(**tokenizer([row["text"] for row in part], **options)).logits.argmax(dim=1)
+        right += sum(model.config.id2label[int(a)] == row["label"] for a, row in zip(guessed, part, strict=True))
     reported = json.loads((FOLDER / "all_results.json").read_text(encoding="utf-8"))["test_accuracy"]
     deviation = (reported * (1 - reported) / MESSAGES) ** 0.5
     assert abs(right / MESSAGES - reported) < 3 * deviation

@@ -88,7 +88,7 @@ def control(name: str) -> None:
 
 
 @pytest.mark.parametrize(
-    ("name", "found"),
+    ("name", "fault"),
     [
         ("two stores", "store by two programs"),
         ("neighbour", "load by one program and store by another"),
@@ -98,10 +98,10 @@ def control(name: str) -> None:
         ("own store", "load of what the program itself stored"),
     ],
 )
-def test_the_log_finds_what_is_planted(monkeypatch, name, found):
+def test_the_log_finds_what_is_planted(monkeypatch, name, fault):
     with logged_accesses(monkeypatch) as log:
         control(name)
-    assert [line.partition(": ")[2] for line in log.findings] == [found]
+    assert [line.partition(": ")[2] for line in log.findings] == [fault]
 
 
 def test_the_last_to_arrive_may_do_as_it_likes(monkeypatch):
@@ -112,8 +112,8 @@ def test_the_last_to_arrive_may_do_as_it_likes(monkeypatch):
         for name in ("no barrier", "not last"):
             control(name)
             races = ["load by one program and store by another", "store by two programs"]
-            own = ["load of what the program itself stored"]
-            assert [line.partition(": ")[2] for line in log.findings] == races + own
+            load = ["load of what the program itself stored"]
+            assert [line.partition(": ")[2] for line in log.findings] == races + load
             log.findings.clear()
 
 

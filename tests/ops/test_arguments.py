@@ -171,15 +171,15 @@ def test_heads_that_do_not_fit(op, changes, message):
 
 def test_a_warning_from_a_thread_without_a_user_points_at_itself():
     """Such as autograd's, in which a checkpointed layer of a GPU runs once more."""
-    asked, found = Lock(), []
-    asked.acquire()
-    own = {"__name__": "torch.utils", "stacklevel_of_user": stacklevel_of_user, "found": found, "asked": asked}
-    exec("def inner():\n    found.append(stacklevel_of_user())\n    asked.release()", own)
-    exec("def outer():\n    inner()", own)
-    start_new_thread(own["outer"], ())
-    assert asked.acquire(timeout=60)
-    own["outer"]()
-    assert found == [1, 3]
+    lock, levels = Lock(), []
+    lock.acquire()
+    module = {"__name__": "torch.utils", "stacklevel_of_user": stacklevel_of_user, "levels": levels, "lock": lock}
+    exec("def inner():\n    levels.append(stacklevel_of_user())\n    lock.release()", module)
+    exec("def outer():\n    inner()", module)
+    start_new_thread(module["outer"], ())
+    assert lock.acquire(timeout=60)
+    module["outer"]()
+    assert levels == [1, 3]
 
 
 def test_kernels_say_which_triton_they_need(monkeypatch):

@@ -121,16 +121,16 @@ def test_float16_holds_scores_that_fit_after_scaling(op):
 @pytest.mark.parametrize("op", CLUSTERED[1:], ids=str)
 @pytest.mark.parametrize("dropout_p", [0.0, 0.3])
 def test_gradients_in_a_fixed_order_when_torch_is_asked_for_one(dropout_p, op):
-    found = []
+    runs = []
     for deterministic in (False, True, True):
         torch.use_deterministic_algorithms(deterministic)
         try:
-            found.append(run(op, SMALL, op.make(SMALL, torch.float32), dropout_p=dropout_p))
+            runs.append(run(op, SMALL, op.make(SMALL, torch.float32), dropout_p=dropout_p))
         finally:
             torch.use_deterministic_algorithms(False)
-    for name, tensor in found[1].items():
-        torch.testing.assert_close(tensor, found[0][name], rtol=0, atol=UNORDERED.get(name, 0))
-        assert torch.equal(tensor, found[2][name])
+    for name, tensor in runs[1].items():
+        torch.testing.assert_close(tensor, runs[0][name], rtol=0, atol=UNORDERED.get(name, 0))
+        assert torch.equal(tensor, runs[2][name])
 
 
 def far_keys(case, dtype):
@@ -282,6 +282,6 @@ def test_residuals_from_sums_of_parts(dtype):
     actual, _ = query_residuals(inputs.query, labels, case.clusters, backend="triton", **settings)
     expected = (expected * mask[:, None, :, None]).cpu()
     assert_close_to_reference("residuals", actual.cpu(), expected, expected.to(dtype), rtol=1e-6)
-    one = inputs.query[1:, :, :length], labels[1:, :, :length]
-    alone, _ = query_residuals(*one, case.clusters, rows=1200, backend="triton")
+    text = inputs.query[1:, :, :length], labels[1:, :, :length]
+    alone, _ = query_residuals(*text, case.clusters, rows=1200, backend="triton")
     assert torch.equal(actual[1:, :, :length], alone)

@@ -9,8 +9,8 @@ from support.attention_cases import (
     attend_to_key_clusters_with_loops,
     attend_with_loops,
     make_inputs,
-    offsets_with_loops,
     padding,
+    residuals_with_loops,
 )
 
 OPS = ("clustered_attention", "improved_clustered_attention", "bi_clustered_attention")
@@ -50,10 +50,10 @@ def test_equals_the_definition_written_as_loops(op, backend, case):
             if op == "bi_clustered_attention":
                 sharing = slice(kept * group, kept * group + group)
                 heads = zip(inputs.query[b, sharing].tolist(), inputs.labels[b, sharing].tolist(), strict=True)
-                offsets = offsets_with_loops(list(heads), case.clusters, masks[1])
+                residuals = residuals_with_loops(list(heads), case.clusters, masks[1])
                 counts = case.clusters, case.key_clusters, case.topk
                 key_labels = inputs.key_labels[b, kept].tolist()
-                expected = attend_to_key_clusters_with_loops(*head, key_labels, offsets, *counts, *masks)
+                expected = attend_to_key_clusters_with_loops(*head, key_labels, residuals, *counts, *masks)
             else:
                 topk = 0 if op == "clustered_attention" else case.topk
                 expected = attend_with_loops(*head, case.clusters, topk, *masks)

@@ -221,8 +221,8 @@ def clustered_data(spread, N=512, groups=16, D=16):
 def order_zero(query, key, value, label, key_label, groups, topk):
     """A head's attention to the keys nearest to the centroid and to the plain means of the clusters of the others."""
     centroids, mean_keys, mean_values = (
-        torch.stack([rows[own == c].mean(dim=0) for c in range(groups)])
-        for rows, own in ((query, label), (key, key_label), (value, key_label))
+        torch.stack([rows[labels == c].mean(dim=0) for c in range(groups)])
+        for rows, labels in ((query, label), (key, key_label), (value, key_label))
     )
     top = (centroids @ key.T).topk(topk).indices[label]  # (N, topk)
     rest = torch.bincount(key_label, minlength=groups) - F.one_hot(key_label[top], groups).sum(dim=1)
@@ -252,10 +252,10 @@ def test_large_scores_lose_no_cluster(size):
     query = middles.gather(2, labels[..., None].expand(-1, -1, -1, 5))
     query = query + 0.01 * torch.randn(query.shape, generator=generator, dtype=torch.float64)
     key, value = (torch.randn(1, 2, 70, D, generator=generator, dtype=torch.float64) + 3 for D in (5, 3))
-    found = [
+    outputs = [
         bi_clustered_attention(
             query, key, value, labels, key_labels, clusters=8, key_clusters=6, topk=4, backend=backend
         )
         for backend in ("reference", "batched")
     ]
-    torch.testing.assert_close(found[1], found[0], rtol=0, atol=1e-13)
+    torch.testing.assert_close(outputs[1], outputs[0], rtol=0, atol=1e-13)

@@ -55,12 +55,12 @@ def test_fast_form_equals_reference_where_weights_are_smaller_than_numbers_can_b
     )
     for seed in range(2):
         query, key, value, _ = make_inputs(case, seed=seed)
-        found = {}
+        runs = {}
         for backend in ("reference", "batched"):
             leaves = [query.requires_grad_(), (1000 * key.detach()).requires_grad_(), value.requires_grad_()]
             output = attend(method, case, *leaves, None, backend=backend)
-            found[backend] = (output.detach(), *torch.autograd.grad(output.square().sum(), leaves))
-        for name, actual, expected in zip(("output", "query", "key", "value"), *reversed(found.values()), strict=True):
+            runs[backend] = (output.detach(), *torch.autograd.grad(output.square().sum(), leaves))
+        for name, actual, expected in zip(("output", "query", "key", "value"), *reversed(runs.values()), strict=True):
             # Where one key takes all, gradients of queries and keys are small beside what they are sums of: their
             # errors depend on the processor, from 1e-7 to 1.01e-6.
             assert_close_to_reference(name, actual, expected, rtol=2e-6 if name in ("query", "key") else 1e-10)
@@ -75,14 +75,14 @@ def test_float32_of_peaked_clusters_is_as_close_as_the_reference_in_it(method, l
     holds none of it.) The first segment is left out: it is torch's exact attention and no cluster's.
     """
     inputs = peaked_inputs(length)
-    found = {}
+    runs = {}
     for dtype, backend in ((torch.float64, "reference"), (torch.float32, "batched")):
         leaves = [rows.to(dtype).requires_grad_() for rows in inputs[:3]]
         output = attend(method, PEAKED, *leaves, inputs[3], backend=backend)
         gradients = torch.autograd.grad(output[:, :, PEAKED.segment_length :].square().sum(), leaves)
-        found[backend] = dict(zip(("output", "query", "key", "value"), (output.detach(), *gradients), strict=True))
-    for name, expected in found["reference"].items():
-        assert_close_to_reference(name, found["batched"][name], expected, rtol=2e-6)
+        runs[backend] = dict(zip(("output", "query", "key", "value"), (output.detach(), *gradients), strict=True))
+    for name, expected in runs["reference"].items():
+        assert_close_to_reference(name, runs["batched"][name], expected, rtol=2e-6)
 
 
 def assert_exact(op, case, backend):
@@ -217,22 +217,22 @@ def test_a_local_part_goes_back_as_its_part_of_one_softmax():
     key, value, others = (torch.randn(2, n, 8, generator=generator, dtype=torch.float64) for _ in range(3))
     grad = torch.randn(query.shape, generator=generator, dtype=torch.float64)
     leaves = [rows.requires_grad_() for rows in (query, key, value)]
-    own = (query @ key[:, None].transpose(2, 3)).masked_fill(torch.ones(n, n, dtype=torch.bool).triu(1), -torch.inf)
-    scores = torch.cat([own, query.detach() @ others[:, None].transpose(2, 3)], dim=3)
+    local = (query @ key[:, None].transpose(2, 3)).masked_fill(torch.ones(n, n, dtype=torch.bool).triu(1), -torch.inf)
+    scores = torch.cat([local, query.detach() @ others[:, None].transpose(2, 3)], dim=3)
     output = scores.softmax(dim=3) @ torch.cat([value, others], dim=1)[:, None]
     expected = torch.autograd.grad(output, leaves, grad)
     with torch.no_grad():
         part = LocalPart(query, key, value, causal=True)
         actual = part.backward(grad, output, scores.logsumexp(dim=3, keepdim=True))
-    for name, found, wanted in zip(("query", "key", "value"), actual, expected, strict=True):
-        assert_close_to_reference(name, found, wanted, rtol=1e-12)
+    for name, gradient, wanted in zip(("query", "key", "value"), actual, expected, strict=True):
+        assert_close_to_reference(name, gradient, wanted, rtol=1e-12)
 
 
 def test_clusters_are_fitted_on_32_queries_each():
     query, key, value = (torch.randn(1, 2, 512, 8, generator=torch.Generator().manual_seed(i)) for i in range(3))
     sizes = {"clusters": 3, "topk": 8, "key_clusters": 2, "segment_length": 128, "window": 16}
-    found = {
+    outputs = {
         count: causal_clustered_attention(query, key, value, fit_queries=count, **sizes) for count in (None, 96, 48)
     }
-    assert torch.equal(found[None], found[96])
-    assert not torch.equal(found[None], found[48])
+    assert torch.equal(outputs[None], outputs[96])
+    assert not torch.equal(outputs[None], outputs[48])

@@ -40,11 +40,11 @@ def labels_of_the_reference(monkeypatch):
 
     def labels(points, mask, metric, count, layout):
         settings = layout.settings
-        found = torch.zeros(points.shape[:3], dtype=torch.int64)
+        assigned = torch.zeros(points.shape[:3], dtype=torch.int64)
         if metric is None:
-            return found.to(points.device)
-        own = metric.repeat_interleave(points.shape[0] * points.shape[1] // len(metric), dim=0)
-        for place, of_metric in zip(torch.cartesian_prod(*map(torch.arange, points.shape[:2])), own, strict=True):
+            return assigned.to(points.device)
+        metrics = metric.repeat_interleave(points.shape[0] * points.shape[1] // len(metric), dim=0)
+        for place, of_metric in zip(torch.cartesian_prod(*map(torch.arange, points.shape[:2])), metrics, strict=True):
             item, head = place.tolist()
             rows = slice(None) if mask is None else mask[item].cpu()
             given = (
@@ -55,8 +55,8 @@ def labels_of_the_reference(monkeypatch):
                 settings.seed,
             )
             if len(given[0]):
-                found[item, head, rows] = cluster_points(*given, of_metric.cpu().double())[0]
-        return found.to(points.device)
+                assigned[item, head, rows] = cluster_points(*given, of_metric.cpu().double())[0]
+        return assigned.to(points.device)
 
     monkeypatch.setattr(clusters, "kmeans_labels", labels)
 
@@ -158,8 +158,8 @@ def test_bfloat16_queries_find_the_nearest_centroid(shift):
     centroids = cluster_means(points, members).bfloat16()
     chosen = torch.empty(1, 1, 128, dtype=torch.int64, device=DEVICE)
     assign(points, Rows(128, 128), known_centroids(centroids, members.starts, metric), chosen)
-    offsets = points[0, 0, :, None].double() - centroids.double()
-    distances = torch.einsum("ncd,de,nce->nc", offsets, metric[0].double(), offsets)
+    residuals = points[0, 0, :, None].double() - centroids.double()
+    distances = torch.einsum("ncd,de,nce->nc", residuals, metric[0].double(), residuals)
     assert torch.equal(chosen[0, 0], distances.argmin(dim=1))
 
 
@@ -178,23 +178,23 @@ def drawn_by_kernels(monkeypatch):
     chosen = []
 
     def exact_keys(*arguments):
-        found = own_exact_keys(*arguments)
-        chosen[:] = found.tolist()
-        return found
+        key_places = own_exact_keys(*arguments)
+        chosen[:] = key_places.tolist()
+        return key_places
 
     class Factors:
         """Of a head's queries of a segment, in the columns of the reference: local keys, exact ones, summaries."""
 
-        def __init__(self, draw, head, own, first):
+        def __init__(self, draw, head, segment, first):
             settings, (B, H, _, _), n = draw.settings, draw.query.shape, draw.settings.segment_length
             layout, problem = Layout.of(settings._replace(query=draw.query)), draw.first_problem + head
-            seed, rows = int(draw.seed), own.stop - own.start
+            seed, rows = int(draw.seed), segment.stop - segment.start
             keys = drawn(seed, B * H * layout.padded, layout.shift + layout.padded, 0.3, CENTROID_WEIGHTS)
-            self.keys = keys[problem * layout.padded + own.start :][:rows, layout.shift :]
+            self.keys = keys[problem * layout.padded + segment.start :][:rows, layout.shift :]
             sizes = layout.late * B * H * n, layout.late * settings.key_clusters
-            late = (own.start // n - layout.first_late) * B * H + problem
+            late = (segment.start // n - layout.first_late) * B * H + problem
             self.summaries = drawn(seed, *sizes, 0.3, TOPK_AND_SUMMARY_WEIGHTS)[max(0, late) * n :][:rows]
-            self.local, self.topk, self.like = slice(first, own.stop), settings.topk, draw.query
+            self.local, self.topk, self.like = slice(first, segment.stop), settings.topk, draw.query
 
         def __getitem__(self, index):
             local = self.keys[:, self.local]

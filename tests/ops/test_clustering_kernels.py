@@ -195,10 +195,10 @@ def test_bfloat16_points_are_next_to_the_nearest_centroid(shift):
     labels, centroids = kmeans(points, 12, iterations=2, backend="triton")
     points, centroids = points.double() - shift, centroids.double() - shift
     distances = torch.cdist(points, centroids)
-    own = distances.gather(2, labels[..., None])[..., 0]
+    chosen = distances.gather(2, labels[..., None])[..., 0]
     rounding = 2**-8 * (points.norm(dim=2) + 1) * (centroids.norm(dim=2).amax(dim=1)[:, None] + 1)
-    assert (own.square() - distances.amin(dim=2).square() <= 4 * rounding).all()
-    assert (own == distances.amin(dim=2)).float().mean() > 0.97
+    assert (chosen.square() - distances.amin(dim=2).square() <= 4 * rounding).all()
+    assert (chosen == distances.amin(dim=2)).float().mean() > 0.97
 
 
 @pytest.mark.parametrize("method", ["kmeans", "keys_metric"])

@@ -167,10 +167,10 @@ def test_keys_metric_ignores_what_no_key_sees(backend):
 @pytest.mark.parametrize("variant", ["points", "keys_metric"])
 def test_labels_are_computed_in_float32(dtype, variant):
     query, key = draw(1, 2, 80, 8, dtype=dtype), draw(1, 2, 80, 8, seed=1, dtype=dtype)
-    found, expected = (
+    labels, expected = (
         cluster(variant, rows[0], 7, key=rows[1]) for rows in ((query, key), (query.float(), key.float()))
     )
-    assert torch.equal(found, expected)
+    assert torch.equal(labels, expected)
 
 
 @pytest.mark.parametrize("variant", ["points", "keys_metric"])

@@ -148,11 +148,11 @@ def test_a_text_of_padding_alone_gives_zeros_and_no_gradient(op, case, backend):
     case = replace(case, masks="row")
     inputs = op.make(case)
     for given in [inputs] + [inputs | {"query_mask": None}] * ("query_mask" in inputs):
-        found = with_gradients(op, case, given, backend=backend)
+        passes = with_gradients(op, case, given, backend=backend)
         for name in (*op.call(case, given), *(f"gradient of {name}" for name in leaves_of(given))):
-            if len(found[name]) == case.B and "position" not in name:
-                assert not found[name][-1].any(), name
-                assert found[name][0].any(), name
+            if len(passes[name]) == case.B and "position" not in name:
+                assert not passes[name][-1].any(), name
+                assert passes[name][0].any(), name
 
 
 @each_backend

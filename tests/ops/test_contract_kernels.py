@@ -180,12 +180,12 @@ def test_dropout_drops_weights_and_its_gradient_is_that_of_the_kept_ones(op, cas
     expected = (weights * kept / 0.6) @ leaves["value"].repeat_interleave(weights.shape[1] // value.shape[1], dim=1)
     random = torch.randn(expected.shape, generator=torch.Generator().manual_seed(1), dtype=torch.float64)
     gradients = torch.autograd.grad(expected, list(leaves.values()), random)
-    found = with_gradients(op, case, inputs, backend="triton", dropout_p=0.4)
-    assert_close_to_reference("output", found["output"], expected.detach(), rtol=1e-6)
+    actual = with_gradients(op, case, inputs, backend="triton", dropout_p=0.4)
+    assert_close_to_reference("output", actual["output"], expected.detach(), rtol=1e-6)
     for name, gradient in zip(leaves, gradients, strict=True):
-        assert_close_to_reference(name, found[f"gradient of {name}"], gradient, rtol=1e-6)
+        assert_close_to_reference(name, actual[f"gradient of {name}"], gradient, rtol=1e-6)
     other = with_gradients(op, case, inputs, seed=8, backend="triton", dropout_p=0.4)
-    assert not torch.equal(other["output"], found["output"])
+    assert not torch.equal(other["output"], actual["output"])
     if op in CENTROIDS:
         labels = inputs["labels"][..., None] == inputs["labels"][..., None, :]
         shared = (kept[..., None, :, :] == kept[..., :, None, :]) | ~labels[..., None]  # by two queries of a cluster
@@ -218,6 +218,6 @@ def test_no_rows_at_all(op, case):
     for sizes in ({"B": 0}, {"N": 0}):
         empty = replace(case, masks="none", **sizes, **({"sinks": False} if op is SLICES else {}))
         inputs = op.make(empty, torch.float32)
-        found = with_gradients(op, empty, inputs, backend="triton")
-        assert not any(tensor.any() for tensor in found.values())
-        assert all(found[f"gradient of {name}"].shape == inputs[name].shape for name in leaves_of(inputs))
+        tensors = with_gradients(op, empty, inputs, backend="triton")
+        assert not any(tensor.any() for tensor in tensors.values())
+        assert all(tensors[f"gradient of {name}"].shape == inputs[name].shape for name in leaves_of(inputs))

@@ -53,27 +53,27 @@ def test_every_head_is_what_it_is_alone(exact_heads, backend):
         inputs = inputs.to(torch.float32)
         for tensor in (inputs.query, inputs.key, inputs.value):
             tensor.requires_grad_()
-    found = both_passes(inputs, exact_heads=exact_heads, backend=backend)
+    together = both_passes(inputs, exact_heads=exact_heads, backend=backend)
     for head, (clusters, key_clusters, topk) in enumerate(zip(CLUSTERS, KEY_CLUSTERS, TOPK, strict=True)):
-        queries, own = slice(2 * head, 2 * head + 2), slice(head, head + 1)
+        queries, kv_head = slice(2 * head, 2 * head + 2), slice(head, head + 1)
         alone = replace(
             inputs,
             query=inputs.query[:, queries].detach().double().requires_grad_(),
-            key=inputs.key[:, own].detach().double().requires_grad_(),
-            value=inputs.value[:, own].detach().double().requires_grad_(),
+            key=inputs.key[:, kv_head].detach().double().requires_grad_(),
+            value=inputs.value[:, kv_head].detach().double().requires_grad_(),
             labels=inputs.labels[:, queries],
-            key_labels=inputs.key_labels[:, own],
+            key_labels=inputs.key_labels[:, kv_head],
         )
-        exact = None if exact_heads is None else exact_heads[:, own]
+        exact = None if exact_heads is None else exact_heads[:, kv_head]
         counts = {"clusters": clusters, "key_clusters": key_clusters, "topk": topk}
-        weights = torch.randn(found[0].shape, generator=torch.Generator().manual_seed(0), dtype=found[0].dtype)
+        weights = torch.randn(together[0].shape, generator=torch.Generator().manual_seed(0), dtype=together[0].dtype)
         output = attend(OP, CASE, alone, exact_heads=exact, backend="reference", **counts)
         leaves = alone.query, alone.key, alone.value
         gradients = torch.autograd.grad((output * weights[:, queries]).sum(), leaves)
         expected = [output, *gradients]
         tolerance = {"rtol": 2e-4, "atol": 2e-5} if backend == "triton" else {"rtol": 1e-9, "atol": 1e-12}
-        for place, one in enumerate(found):
-            part = one[:, queries if place < 2 else own]
+        for place, tensor in enumerate(together):
+            part = tensor[:, queries if place < 2 else kv_head]
             torch.testing.assert_close(part.double(), expected[place], **tolerance)
 
 
@@ -109,8 +109,8 @@ def test_kept_chunks_give_the_gradients_of_chunks_computed_again(kept, dropout_p
         torch.testing.assert_close(gradients_of(output, inputs), tuple(expected[1:]), **close)
 
     def run(query: torch.Tensor) -> torch.Tensor:
-        own = replace(inputs, query=query)
-        return attend(OP, CASE, own, clusters=CLUSTERS, key_clusters=KEY_CLUSTERS, topk=TOPK, **options)
+        with_query = replace(inputs, query=query)
+        return attend(OP, CASE, with_query, clusters=CLUSTERS, key_clusters=KEY_CLUSTERS, topk=TOPK, **options)
 
     torch.manual_seed(1)
     output = checkpoint(run, inputs.query, use_reentrant=False)
@@ -139,7 +139,7 @@ def test_a_checkpoint_whose_threads_finish_in_another_order(monkeypatch):
 
 def kept_bytes(inputs: Inputs) -> int:
     """What autograd holds for the way back beside the inputs and the output."""
-    own = {one.untyped_storage().data_ptr() for one in (inputs.query, inputs.key, inputs.value)}
+    pointers = {tensor.untyped_storage().data_ptr() for tensor in (inputs.query, inputs.key, inputs.value)}
     held: dict[int, int] = {}
 
     def pack(tensor: torch.Tensor) -> torch.Tensor:
@@ -149,8 +149,8 @@ def kept_bytes(inputs: Inputs) -> int:
 
     with torch.autograd.graph.saved_tensors_hooks(pack, lambda tensor: tensor):
         output = attend(OP, CASE, inputs, clusters=CLUSTERS, key_clusters=KEY_CLUSTERS, topk=TOPK)
-    own.add(output.untyped_storage().data_ptr())
-    return sum(size for place, size in held.items() if place not in own)
+    pointers.add(output.untyped_storage().data_ptr())
+    return sum(size for place, size in held.items() if place not in pointers)
 
 
 def test_only_small_tables_are_kept_and_none_without_a_way_back(monkeypatch):
@@ -196,8 +196,8 @@ def test_objects_come_back_from_tensors_that_share_no_memory():
     assert pair == [1, "two"]
     assert (back.none, back.inner[0].number, back.inner[1]) == (None, 0.1, True)
     pairs = ((back.inner[0].view, kept.inner[0].view), (back.empty, kept.empty), (back.other, kept.other))
-    for one, other in (*pairs, (back.whole, kept.whole)):
-        assert torch.equal(one, other)
-        assert (one.stride(), one.dtype) == (other.stride(), other.dtype)
+    for tensor, other in (*pairs, (back.whole, kept.whole)):
+        assert torch.equal(tensor, other)
+        assert (tensor.stride(), tensor.dtype) == (other.stride(), other.dtype)
     with pytest.raises(KeyError, match="Inner"):
         from_tensors(tensors, (Outer,))

@@ -34,11 +34,11 @@ def test_blocks_of_neighbours_equal_sorted_ones_of_one_cluster():
     neighbours = ClusterBlocks.whole(3, 8, CPU)
     assert torch.equal(neighbours.clusters, sorted_rows.clusters)
     for call in (
-        lambda own: own.pack(rows, rows.square()),
-        lambda own: own.pack_with_ones(rows),
-        lambda own: own.unpack(own.pack(rows), 3),
-        lambda own: own.of_cluster(table),
-        lambda own: own.sum(blocks, 3),
+        lambda layout: layout.pack(rows, rows.square()),
+        lambda layout: layout.pack_with_ones(rows),
+        lambda layout: layout.unpack(layout.pack(rows), 3),
+        lambda layout: layout.of_cluster(table),
+        lambda layout: layout.sum(blocks, 3),
     ):
         assert torch.equal(call(neighbours), call(sorted_rows))
 
@@ -49,11 +49,11 @@ def test_blocks_of_neighbours_equal_sorted_ones_of_one_cluster():
 )
 def test_largest_equals_torchs(M, topk, in_order):
     scores = torch.randn(2, 70, M, generator=torch.Generator().manual_seed(M), dtype=torch.float64)
-    found = largest(scores, topk, in_order=in_order)
+    places = largest(scores, topk, in_order=in_order)
     expected = scores.topk(topk, dim=2).indices
     if not in_order:
-        found, expected = found.sort(dim=2).values, expected.sort(dim=2).values
-    assert torch.equal(found, expected)
+        places, expected = places.sort(dim=2).values, expected.sort(dim=2).values
+    assert torch.equal(places, expected)
 
 
 @pytest.mark.parametrize("in_order", [False, True])
@@ -61,10 +61,10 @@ def test_largest_of_equal_numbers_and_of_none(in_order):
     """Of ties any are right, each once; places that hold no key are taken last."""
     scores = torch.randint(5, (3, 9, 1003), generator=torch.Generator().manual_seed(0)).float()
     scores[..., 40:] = -torch.inf
-    found = largest(scores, 30, in_order=in_order)
-    assert found.dtype == torch.int64
-    assert all(len(set(row)) == 30 for row in found.flatten(0, 1).tolist())
-    values, expected = scores.gather(2, found), scores.topk(30, dim=2).values
+    places = largest(scores, 30, in_order=in_order)
+    assert places.dtype == torch.int64
+    assert all(len(set(row)) == 30 for row in places.flatten(0, 1).tolist())
+    values, expected = scores.gather(2, places), scores.topk(30, dim=2).values
     if not in_order:
         values = values.sort(dim=2, descending=True).values
     assert torch.equal(values, expected)
@@ -123,8 +123,8 @@ def test_one_walk_finds_what_the_ops_find(settings, key_heads, masks, dtype):
     *expected, of_ops = method._group_heads(query, key, inputs.key_mask, 0.7)
     # Rounding decides between centroids as near as each other.
     share = 1 if dtype == torch.float64 else 0.98
-    for own, others in zip(labels, expected, strict=True):
-        assert (own == others).double().mean() >= share
+    for actual, wanted in zip(labels, expected, strict=True):
+        assert (actual == wanted).double().mean() >= share
     torch.testing.assert_close(predicted, of_ops.to(predicted.dtype), rtol=1e-12 if share == 1 else 0.05, atol=1e-14)
 
 
@@ -133,10 +133,10 @@ def test_without_numbers_a_walk_tells_its_sizes_and_leaves_nothing():
     method = make_method("bi-clustered", clusters=7, key_clusters=5)
     with FakeTensorMode():
         empty = torch.randn(1, 2, 61, 8)
-        found = method.group(empty, empty, None)
+        shapes = method.group(empty, empty, None)
     query = torch.randn(1, 2, 61, 8)
     labels = method.group(query, query, None)
-    assert [(one.shape, one.dtype) for one in found] == [(one.shape, one.dtype) for one in labels]
+    assert [(tensor.shape, tensor.dtype) for tensor in shapes] == [(tensor.shape, tensor.dtype) for tensor in labels]
     assert labels[0].max() < 7
 
 
@@ -155,8 +155,8 @@ def test_points_in_blocks_have_the_labels_of_all_at_once(monkeypatch):
     points = torch.randn(3, 700, 6, dtype=torch.float64)
     expected = kmeans(points, 9)
     monkeypatch.setattr(import_module("hf_effattn.ops.kmeans.batched"), "BLOCK_BYTES", 1)
-    for one, other in zip(kmeans(points, 9), expected, strict=True):
-        assert torch.equal(one, other)
+    for actual, wanted in zip(kmeans(points, 9), expected, strict=True):
+        assert torch.equal(actual, wanted)
 
 
 @pytest.mark.parametrize(("heads", "threads", "expected"), [(12, 2, [6, 6]), (3, 2, [1, 2]), (1, 2, [1]), (5, 1, [5])])
@@ -197,7 +197,7 @@ def test_fewer_chunks_than_threads_run_at_once_on_several_each(count, threads, e
     def run(chunk):
         together.wait()
         inner = []
-        for_every_chunk(lambda one: inner.append((one.batch, current_thread())), chunks(3), CPU)
+        for_every_chunk(lambda chunk: inner.append((chunk.batch, current_thread())), chunks(3), CPU)
         assert inner == [(batch, current_thread()) for batch in range(3)]
         seen.append((current_thread(), torch.get_num_threads()))
 
@@ -219,12 +219,12 @@ def test_a_chunk_inside_of_another_runs_as_one(count, alone, two_threads):
 
         for_every_chunk(note, chunks(3), CPU)
         if alone:
-            assert [one[0] for one in seen].count(current_thread().name) >= 3
+            assert [row[0] for row in seen].count(current_thread().name) >= 3
 
     with torch.autocast("cpu", dtype=torch.bfloat16):
         for_every_chunk(run, chunks(count), CPU)
     assert len(seen) == 3 * count
-    assert {one[1:] for one in seen} == {(1, False, torch.float32)}
+    assert {row[1:] for row in seen} == {(1, False, torch.float32)}
     assert len({name for name, *_ in seen}) <= 2
     assert all(name.startswith("hf_effattn") for name, *_ in seen)
 
@@ -291,10 +291,10 @@ def test_gradients_of_keys_wait_for_their_own_head_alone(two_threads, monkeypatc
     find = batched.exact_backward
 
     def counted(*arguments):
-        found = find(*arguments)
-        alive.add(found[1])
+        gradients = find(*arguments)
+        alive.add(gradients[1])
         most.append(len(alive))
-        return found
+        return gradients
 
     monkeypatch.setattr(batched, "exact_backward", counted)
     leaves = [tensor.requires_grad_() for tensor in (inputs.query, inputs.key, inputs.value)]

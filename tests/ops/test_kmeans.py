@@ -41,8 +41,8 @@ def lloyd_with_loops(points, centroids, iterations):
 
 
 def inertia(points, labels, centroids):
-    own = centroids.take_along_dim(labels[..., None], dim=1)
-    return (points - own).square().sum().item()
+    nearest = centroids.take_along_dim(labels[..., None], dim=1)
+    return (points - nearest).square().sum().item()
 
 
 @each_backend
@@ -77,10 +77,10 @@ def test_many_seeds_are_found_in_groups(backend, few_seeds_per_group):
     groups = 3  # 7 seeds, at most 3 in a group
     for p in range(2):
         for i in range(groups):
-            own, found = points[p, i::groups], seeds[p, i::groups]
-            for j in range(1, len(found)):
-                to_chosen = torch.cdist(own, found[:j]).amin(dim=1)
-                assert torch.equal(found[j], own[to_chosen.argmax()])
+            rows, chosen = points[p, i::groups], seeds[p, i::groups]
+            for j in range(1, len(chosen)):
+                to_chosen = torch.cdist(rows, chosen[:j]).amin(dim=1)
+                assert torch.equal(chosen[j], rows[to_chosen.argmax()])
 
 
 @pytest.mark.parametrize(("length", "clusters", "counts"), [(101, 7, [34, 34, 33]), (50, 10, [13, 13, 12, 12])])
@@ -90,9 +90,9 @@ def test_each_group_of_seeds_has_rows_and_a_start_of_its_own(length, clusters, c
     rows, first = seed_rows(seeding, length, clusters, 5)
     groups = rows.view(len(counts), -1).tolist()
     for i, (group, count) in enumerate(zip(groups, counts, strict=True)):
-        own = list(range(i, length, len(counts)))
-        assert len(own) == count
-        assert group == own + own[-1:] * (counts[0] - count)
+        expected = list(range(i, length, len(counts)))
+        assert len(expected) == count
+        assert group == expected + expected[-1:] * (counts[0] - count)
     assert first.tolist() == [int(share * count) for count in counts]
     assert len(set(first.tolist())) > 1
 
@@ -130,13 +130,13 @@ def test_finds_as_good_clusters_as_many_random_starts():
     generator = torch.Generator().manual_seed(0)
     centers = 10 * torch.randn(1, 8, 4, generator=generator)
     points = (centers[:, :, None] + torch.randn(1, 8, 20, 4, generator=generator)).flatten(1, 2)
-    found = inertia(points, *kmeans(points, 8))
+    reached = inertia(points, *kmeans(points, 8))
     starts = []
     for _ in range(4):
         seeds = points[0, torch.randperm(160, generator=generator)[:8]]
         labels, centroids = lloyd_with_loops(points[0], seeds, 10)
         starts.append(inertia(points, torch.tensor([labels]), torch.tensor([centroids])))
-    assert found <= 1.0001 * min(starts)
+    assert reached <= 1.0001 * min(starts)
 
 
 def test_same_result_every_time_other_seeds_other_starts():

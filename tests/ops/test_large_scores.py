@@ -37,10 +37,10 @@ def large(op, dtype, magnitude=1e4):
 def test_scores_beyond_float16_leave_outputs_and_gradients_finite(op):
     inputs = large(op, torch.float16)
     assert F.scaled_dot_product_attention(*(inputs[name] for name in QUERY_KEY_VALUE)).isfinite().all()
-    found = with_gradients(op, CASE, inputs)
-    assert all(tensor.isfinite().all() for tensor in found.values())
+    tensors = with_gradients(op, CASE, inputs)
+    assert all(tensor.isfinite().all() for tensor in tensors.values())
     exact = with_gradients(op, CASE, to_dtype(inputs, torch.float64), backend="reference")["output"]
-    assert_close_to_reference("output", found["output"], exact, rtol=1e-6)
+    assert_close_to_reference("output", tensors["output"], exact, rtol=1e-6)
 
 
 @pytest.mark.parametrize("backend", ["batched", "triton"])

@@ -74,7 +74,7 @@ def words(length: int) -> torch.Tensor:
     return ops.neural_clustering(*inputs, backend="triton")[0]
 
 
-def offsets(length: int) -> None:
+def residuals(length: int) -> None:
     ops.query_residuals(drawn(length)[0], torch.zeros(1, HEADS, length, dtype=torch.int64), 100, backend="triton")
 
 
@@ -98,7 +98,7 @@ improved = partial(attend, "improved_clustered_attention", topk=32)
     [
         (cluster, 7, 0),  # the metric in two, the seeds, three rounds, all labels
         (partial(cluster, masked=True), 8, 0),  # and the rows that count
-        (offsets, 2, 0),
+        (residuals, 2, 0),
         (partial(attend, "clustered_attention"), 5, 4),
         (improved, 8, 7),
         (bi_clustered, 12, 7),

@@ -78,17 +78,17 @@ def device_kind(request, monkeypatch):
 @pytest.mark.parametrize("case", [*CASES, Case("parts", H=4, key_heads=2, N=64, M=48)], ids=lambda case: case.name)
 def test_predicted_error_against_a_direct_computation(case, device_kind):
     inputs = make_inputs(case)
-    found = found_error(case, inputs, scale=0.7)
+    errors = found_error(case, inputs, scale=0.7)
     for b in range(case.B):
         keys = counted(inputs.key_mask, b)
         for p in range(case.key_heads or case.H):
             if inputs.key_mask is not None and not inputs.key_mask[b].any():
-                assert found[b, p] == 0
+                assert errors[b, p] == 0
                 continue
             eta = 0.7 * residuals_of(case, inputs, b, p)
             within = residuals(inputs.key[b, p, keys], inputs.key_labels[b, p, keys])
             scores = eta @ within.T  # what every offset scores of what remains of every key
-            torch.testing.assert_close(found[b, p], scores.square().mean() / 4, rtol=1e-12, atol=0)
+            torch.testing.assert_close(errors[b, p], scores.square().mean() / 4, rtol=1e-12, atol=0)
 
 
 @pytest.mark.parametrize("masks", ["right", "left", "holes"])
@@ -101,7 +101,7 @@ def test_a_padded_batch_gives_what_its_texts_give(masks, rows, garbage):
     inputs.query[1, :, ~mask], inputs.key[1, :, ~mask] = garbage, -garbage
     residuals, counted = found_residuals(case, inputs, rows=rows)
     keys = inputs.key, inputs.key_labels, case.key_clusters
-    found = predicted_error(residuals, counted, *keys, key_mask=inputs.key_mask, rows=rows)
+    errors = predicted_error(residuals, counted, *keys, key_mask=inputs.key_mask, rows=rows)
     assert residuals.isfinite().all()
     query, labels = inputs.query[1:, :, mask], inputs.labels[1:, :, mask]
     key, key_labels = inputs.key[1:, :, mask], inputs.key_labels[1:, :, mask]
@@ -109,7 +109,7 @@ def test_a_padded_batch_gives_what_its_texts_give(masks, rows, garbage):
     assert alone_mask is None
     torch.testing.assert_close(residuals[1:, :, counted[1]], alone, rtol=0, atol=1e-15)
     expected = predicted_error(alone, None, key, key_labels, case.key_clusters, rows=rows)
-    torch.testing.assert_close(found[1:], expected, rtol=1e-13, atol=0)
+    torch.testing.assert_close(errors[1:], expected, rtol=1e-13, atol=0)
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float32, torch.float64], ids=str)
@@ -141,16 +141,16 @@ def test_of_query_heads_that_share_keys_the_worst_counts(masks, device_kind):
     case = Case("worst", H=4, key_heads=2, masks=masks)
     inputs = make_inputs(case)
     inputs.query[:, 1] *= 5
-    found = found_error(case, inputs, group=2)
-    own = []
+    errors = found_error(case, inputs, group=2)
+    by_head = []
     for head in range(case.H):
-        one = slice(head, head + 1), slice(head // 2, head // 2 + 1)
-        query, labels = inputs.query[:, one[0]], inputs.labels[:, one[0]]
+        head_slices = slice(head, head + 1), slice(head // 2, head // 2 + 1)
+        query, labels = inputs.query[:, head_slices[0]], inputs.labels[:, head_slices[0]]
         residuals = query_residuals(query, labels, case.clusters, query_mask=inputs.query_mask)
-        keys = inputs.key[:, one[1]], inputs.key_labels[:, one[1]]
-        own.append(predicted_error(*residuals, *keys, case.key_clusters, key_mask=inputs.key_mask))
-    expected = torch.cat(own, dim=1).unflatten(1, (2, 2)).amax(dim=2)
-    torch.testing.assert_close(found, expected, rtol=1e-12, atol=0)
+        keys = inputs.key[:, head_slices[1]], inputs.key_labels[:, head_slices[1]]
+        by_head.append(predicted_error(*residuals, *keys, case.key_clusters, key_mask=inputs.key_mask))
+    expected = torch.cat(by_head, dim=1).unflatten(1, (2, 2)).amax(dim=2)
+    torch.testing.assert_close(errors, expected, rtol=1e-12, atol=0)
 
 
 def test_sums_in_parts_are_those_of_the_whole(monkeypatch):

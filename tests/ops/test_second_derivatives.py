@@ -78,10 +78,10 @@ def test_torch_func_is_told_what_to_do(op: str) -> None:
 
 def test_the_reference_has_gradients_of_torch_func() -> None:
     inputs = [torch.randn(1, 1, 12, 4) for _ in range(3)]
-    found = torch.func.grad(lambda v: OPS["slices"](*inputs[:2], v, backend="reference").sum())(inputs[2])
+    gradient = torch.func.grad(lambda v: OPS["slices"](*inputs[:2], v, backend="reference").sum())(inputs[2])
     leaf = inputs[2].requires_grad_()
     (expected,) = torch.autograd.grad(OPS["slices"](*inputs[:2], leaf).sum(), leaf)
-    torch.testing.assert_close(found, expected)
+    torch.testing.assert_close(gradient, expected)
 
 
 def test_clusters_carry_no_derivative_under_torch_func_either() -> None:
@@ -121,8 +121,8 @@ def test_backward_through_vmap(op: str) -> None:
     apart = torch.stack([OPS[op](*of_one) for of_one in zip(*inputs, strict=True)])
     torch.testing.assert_close(together, apart, rtol=0, atol=0)
     learned = inputs[:2] if op == "neural clustering" else inputs
-    found, expected = (torch.autograd.grad(output.square().sum(), learned) for output in (together, apart))
-    torch.testing.assert_close(found, expected, rtol=1e-5, atol=1e-6)
+    actual, expected = (torch.autograd.grad(output.square().sum(), learned) for output in (together, apart))
+    torch.testing.assert_close(actual, expected, rtol=1e-5, atol=1e-6)
 
 
 @pytest.mark.compatibility("torch", "a graph that was exported under `no_grad`, trained", "runs")
@@ -136,6 +136,6 @@ def test_backward_through_a_graph_exported_without_gradients(op: str) -> None:
     inputs = [torch.randn(1, 1, 12, 4, generator=generator) for _ in range(3)]
     with torch.no_grad():
         exported = torch.export.export(Attention(), tuple(inputs)).module()
-    learned = [one.requires_grad_() for one in inputs]
-    found, expected = (torch.autograd.grad(run(*learned).square().sum(), learned) for run in (exported, OPS[op]))
-    torch.testing.assert_close(found, expected, rtol=1e-5, atol=1e-6)
+    learned = [tensor.requires_grad_() for tensor in inputs]
+    actual, expected = (torch.autograd.grad(run(*learned).square().sum(), learned) for run in (exported, OPS[op]))
+    torch.testing.assert_close(actual, expected, rtol=1e-5, atol=1e-6)

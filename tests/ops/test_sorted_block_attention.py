@@ -37,8 +37,8 @@ def attend_with_loops(case, inputs, b, h):
         for q in block:
             seen = [k for j in window for k in blocks[j] if not case.causal or k <= q]
             if case.strict:
-                own = [k for k in ranked if labels[k] == labels[q] and k <= q]
-                seen = own[-((case.window_blocks - 1) * w + 1) :]
+                members = [k for k in ranked if labels[k] == labels[q] and k <= q]
+                seen = members[-((case.window_blocks - 1) * w + 1) :]
             raw = []
             for k in seen:
                 score = sum(x * y for x, y in zip(query[q], key[k], strict=True)) * D**-0.5

@@ -42,8 +42,8 @@ def test_rows_are_sorted_and_every_row_is_in_one_tile(B, H, N, clusters, tile, m
     low = 0 if dtype == torch.uint8 else -2
     labels = torch.randint(low, clusters + 2, (B, N, H), generator=generator).to(dtype).transpose(1, 2)
     mask = torch.rand(B, N, generator=generator) > 0.3 if masked else None
-    found = sort_by_cluster(labels.to(DEVICE), None if mask is None else mask.to(DEVICE), clusters, tile)
-    order, starts, tiles = (tensor.cpu() for tensor in (found.order, found.starts, found.tiles))
+    actual = sort_by_cluster(labels.to(DEVICE), None if mask is None else mask.to(DEVICE), clusters, tile)
+    order, starts, tiles = (tensor.cpu() for tensor in (actual.order, actual.starts, actual.tiles))
     expected = clusters_of_rows(labels.long(), mask, clusters)
     for p in range(B * H):
         assert torch.equal(order[p].long(), expected[p].argsort(stable=True))
@@ -63,9 +63,9 @@ def test_more_clusters_than_a_program_counts_at_once(monkeypatch):
     labels = torch.randint(-1, 60, (1, 2, 1300), generator=torch.Generator().manual_seed(0)).to(DEVICE)
     expected = sort_by_cluster(labels, None, 59, 16)
     monkeypatch.setattr(triton_sort, "MOST_BINS", 16)
-    found = sort_by_cluster(labels, None, 59, 16)
+    actual = sort_by_cluster(labels, None, 59, 16)
     for name in ("order", "starts", "tiles"):
-        assert torch.equal(getattr(found, name), getattr(expected, name))
+        assert torch.equal(getattr(actual, name), getattr(expected, name))
 
 
 @pytest.mark.parametrize("masked", [(True, True), (False, True)], ids=["both", "one"])
@@ -79,10 +79,10 @@ def test_two_sets_of_rows_are_sorted_as_each_alone(masked):
         labels = torch.randint(-1, clusters + 1, (B, N, H), generator=generator, dtype=dtype).transpose(1, 2)
         mask = (torch.rand(B, N, generator=generator) > 0.3).to(DEVICE) if has_mask else None
         sets.append((labels.to(DEVICE), mask, clusters, tile))
-    for one, found in zip(sets, sort_both_by_cluster(*sets), strict=True):
-        alone = sort_by_cluster(*one)
+    for arguments, actual in zip(sets, sort_both_by_cluster(*sets), strict=True):
+        alone = sort_by_cluster(*arguments)
         for name in ("order", "starts", "tiles"):
-            assert torch.equal(getattr(found, name), getattr(alone, name))
+            assert torch.equal(getattr(actual, name), getattr(alone, name))
 
 
 def test_one_huge_cluster_is_many_tiles():
@@ -155,20 +155,20 @@ def make_pass(B=2, H=2, key_heads=2, M=101, D=16, Dv=12, clusters=5, masked=True
 def check_pass(centroids, key, value, mask, topk):
     """Attention, log-sum-exp, top keys and their marks against float64, where equal scores may differ in a bit."""
     arguments = [tensor if tensor is None else tensor.to(DEVICE) for tensor in (centroids, key, value, mask)]
-    found = centroid_pass(*arguments, 0.3, topk)
+    parts = centroid_pass(*arguments, 0.3, topk)
     B, Hk, _, D = key.shape
     scores = 0.3 * centroids.double().view(B, Hk, -1, D) @ key.double().transpose(2, 3)
     if mask is not None:
         scores = scores.masked_fill(~mask[:, None, None], float("-inf"))
     expected = (scores.softmax(dim=-1).nan_to_num(0.0) @ value.double()).flatten(0, 2)
-    lse = found.lse.cpu().double() * log(2)
-    merged = (lse.softmax(dim=1)[..., None] * found.values.cpu()).sum(dim=1)
+    lse = parts.lse.cpu().double() * log(2)
+    merged = (lse.softmax(dim=1)[..., None] * parts.values.cpu()).sum(dim=1)
     assert_close_to_reference("values", merged, expected, rtol=1e-6)
     expected_lse = scores.logsumexp(dim=-1).flatten()
     seen = expected_lse > float("-inf")
     assert_close_to_reference("lse", lse.logsumexp(dim=1)[seen], expected_lse[seen], rtol=1e-6)
     scores = scores.flatten(0, 2)
-    for row, top, top_scores in zip(scores, found.top.cpu(), found.top_scores.cpu(), strict=True):
+    for row, top, top_scores in zip(scores, parts.top.cpu(), parts.top_scores.cpu(), strict=True):
         best = row.topk(topk).values
         best = best[best > float("-inf")].sort().values
         assert top[len(best) :].tolist() == [-1] * (topk - len(best))
@@ -176,16 +176,16 @@ def check_pass(centroids, key, value, mask, topk):
         assert len(top.unique()) == len(top)
         torch.testing.assert_close(row[top].sort().values, best, rtol=0, atol=1e-9)
         torch.testing.assert_close(top_scores, row[top], rtol=0, atol=4e-6)
-    tables, rows = B * Hk, len(found.top) // (B * Hk)
+    tables, rows = B * Hk, len(parts.top) // (B * Hk)
     marks = torch.zeros(tables, key.shape[2], 2, dtype=torch.int32, device=DEVICE)
     alone = centroid_pass(*arguments[:2], None, arguments[3], 0.3, topk, marks=marks)
-    assert torch.equal(alone.top, found.top)
+    assert torch.equal(alone.top, parts.top)
     bits = marks[..., None].cpu() >> torch.arange(32) & 1  # (tables, keys, words, 32)
     for table, row in product(range(tables), range(rows)):
-        top = found.top[table * rows + row].cpu()
+        top = parts.top[table * rows + row].cpu()
         assert bits[table, :, row // 32, row % 32].nonzero()[:, 0].tolist() == sorted(top[top >= 0].tolist())
-    assert bits.sum() == (found.top >= 0).sum()
-    return found
+    assert bits.sum() == (parts.top >= 0).sum()
+    return parts
 
 
 @pytest.mark.slow_except("sizes0", "sizes1")
@@ -199,8 +199,8 @@ def test_centroid_pass(sizes):
 
 def test_centroid_pass_in_parts_of_the_keys(monkeypatch):
     monkeypatch.setattr(triton_centroids, "PROGRAMS", 16)
-    found = check_pass(*make_pass(B=1, M=300, key_heads=1, clusters=3), 6)
-    assert found.lse.shape[1] > 1
+    parts = check_pass(*make_pass(B=1, M=300, key_heads=1, clusters=3), 6)
+    assert parts.lse.shape[1] > 1
 
 
 @pytest.mark.slow_except("16-21-4-*")

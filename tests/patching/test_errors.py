@@ -365,14 +365,14 @@ def small_model(patched: str | None) -> PreTrainedModel:
 
 def state(model: PreTrainedModel) -> list[Any]:
     """All that a module has, with the identity of what is in it, and the config."""
-    found: list[Any] = [copy.deepcopy(model.config.to_dict()), model.config._attn_implementation]
+    parts: list[Any] = [copy.deepcopy(model.config.to_dict()), model.config._attn_implementation]
     for module in model.modules():
-        found.append(type(module))
+        parts.append(type(module))
         for name, value in vars(module).items():
             entries = list(value.items()) if isinstance(value, dict) else value
-            found.append((name, [(key, id(entry)) for key, entry in entries] if entries is not value else id(value)))
-        found.append([(key, id(hook)) for key, hook in module._forward_pre_hooks.items()])
-    return found
+            parts.append((name, [(key, id(entry)) for key, entry in entries] if entries is not value else id(value)))
+        parts.append([(key, id(hook)) for key, hook in module._forward_pre_hooks.items()])
+    return parts
 
 
 @pytest.mark.parametrize(

@@ -67,7 +67,7 @@ def test_layers_that_are_not_chosen(attended: list[str]) -> None:
     exact = model(**batch.inputs, output_hidden_states=True).hidden_states
     hf_effattn.patch_attention(model, "clustered", layers=[2], **FORCED)
     patched = model(**batch.inputs, output_hidden_states=True).hidden_states
-    assert all(torch.equal(one, other) for one, other in zip(patched[:3], exact[:3], strict=True))
+    assert all(torch.equal(actual, expected) for actual, expected in zip(patched[:3], exact[:3], strict=True))
     assert not torch.equal(patched[3], exact[3])
     assert attended == ["clustered"]
 
@@ -220,12 +220,12 @@ def test_exact_layers_return_exact_weights(model_type: str, padding: str | None)
     hf_effattn.patch_attention(model, "i-clustered")
     actual = attentions(model, batch, of_decoder=True)
     assert len(actual) == len(expected)
-    for one, other in zip(actual, expected, strict=True):
-        if batch.counts is not None and one.shape[2] == batch.counts.shape[1]:
+    for weights, wanted in zip(actual, expected, strict=True):
+        if batch.counts is not None and weights.shape[2] == batch.counts.shape[1]:
             # A padded query of a sliding window may see no key: 0 here, anything in eager.
             counts = batch.counts[:, None, :, None]
-            one, other = one * counts, other * counts
-        torch.testing.assert_close(one, other)
+            weights, wanted = weights * counts, wanted * counts
+        torch.testing.assert_close(weights, wanted)
 
 
 def test_a_config_that_asks_for_them_is_refused(tmp_path: Path) -> None:

@@ -16,7 +16,7 @@ from hf_effattn.patching.tolerance import sampled_rows
 ANY = torch.export.Dim.DYNAMIC
 LOCAL: dict[str, Any] = {"segment_length": 16, "window": 16, "min_length": 0}
 BI: dict[str, Any] = SMALL_SETTINGS["bi-clustered"]
-PATCHES: dict[str, tuple[str, dict[str, Any]]] = {name: (name, own) for name, own in SMALL_SETTINGS.items()} | {
+PATCHES: dict[str, tuple[str, dict[str, Any]]] = {name: (name, kw) for name, kw in SMALL_SETTINGS.items()} | {
     "none exact": ("bi-clustered", BI | {"max_predicted_error": None}),
     "per-head": ("per-head", {"candidates": [{"method": "bi-clustered", **BI}], "heads": [[0, 1]]}),
     "cst": ("cst", {"slice_length": 8}),
@@ -68,9 +68,9 @@ def batch(count: int, length: int, padding: str | None = None) -> tuple[torch.Te
 
 
 def assert_alike(graph: Any, model: nn.Module, *inputs: torch.Tensor) -> None:
-    found, expected = graph(*inputs), model(*inputs)
+    actual, expected = graph(*inputs), model(*inputs)
     seen = inputs[1].bool() if len(inputs) > 1 else torch.ones_like(inputs[0], dtype=torch.bool)
-    assert (found - expected)[seen].norm() <= 1e-5 * expected[seen].norm()
+    assert (actual - expected)[seen].norm() <= 1e-5 * expected[seen].norm()
 
 
 def exported(model: nn.Module, *inputs: torch.Tensor, **options: Any) -> Any:
@@ -116,8 +116,8 @@ def test_counts_of_rows_stay_open() -> None:
 
     graph = torch.export.export(Rows(), inputs(2, 48), dynamic_shapes=({0: ANY, 2: ANY}, {0: ANY, 1: ANY})).module()
     for given in (inputs(1, 20), inputs(3, 33), inputs(2, 64), inputs(2, 150)):
-        for found, expected in zip(graph(*given), Rows()(*given), strict=True):
-            torch.testing.assert_close(found, expected)
+        for actual, expected in zip(graph(*given), Rows()(*given), strict=True):
+            torch.testing.assert_close(actual, expected)
 
 
 @pytest.mark.compatibility("torch", "`torch.jit.trace`, other texts", "runs")
@@ -167,11 +167,11 @@ INSTEAD = {"i-clustered": "call unpatch_attention(model)", "cst": "use torch.exp
 
 
 def causes(error: BaseException | None) -> str:
-    found = []
+    messages = []
     while error is not None:
-        found.append(str(error))
+        messages.append(str(error))
         error = error.__cause__ or error.__context__
-    return "\n".join(found)
+    return "\n".join(messages)
 
 
 @pytest.mark.parametrize(("patch", "strict"), [("i-clustered", True), ("cst", False)])
@@ -209,5 +209,5 @@ def test_a_pipeline_is_split(patch: str) -> None:
     split = {"model.encoder.layer.1": pipelining.SplitPoint.BEGINNING}
     pipe = pipelining.pipeline(model, mb_args=inputs, split_spec=split)
     assert pipe.num_stages == 2
-    found = pipe(*inputs)
-    torch.testing.assert_close(found[0] if isinstance(found, tuple) else found, model(*inputs))
+    output = pipe(*inputs)
+    torch.testing.assert_close(output[0] if isinstance(output, tuple) else output, model(*inputs))

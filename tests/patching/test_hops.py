@@ -48,22 +48,22 @@ def test_few_functions_lie_between_transformers_and_the_op(
 ) -> None:
     model = small_model(model_type)
     hf_effattn.patch_attention(model, method, **settings, min_length=0)
-    found: list[int] = []
+    counts: list[int] = []
 
     def entered(frame: FrameType, event: str, argument: object) -> None:
         if event == "call" and frame.f_code.co_name == op:
             hops, caller = 1, frame.f_back
             while caller is not None and caller.f_code.co_filename.startswith(PATCHING):
                 hops, caller = hops + 1, caller.f_back
-            found.append(hops)
+            counts.append(hops)
 
     sys.setprofile(entered)
     try:
         model(tokens())
     finally:
         sys.setprofile(None)
-    assert found
-    assert max(found) <= MOST, f"{max(found)} functions"
+    assert counts
+    assert max(counts) <= MOST, f"{max(counts)} functions"
 
 
 def files_walked(model: nn.Module, walk: Callable[[], object]) -> list[str]:
@@ -79,7 +79,7 @@ def files_walked(model: nn.Module, walk: Callable[[], object]) -> list[str]:
         elif event == "call" and code.co_filename.startswith(LIBRARY) and code not in known:
             names = code.co_varnames[: code.co_argcount + code.co_kwonlyargcount]
             handed = (frame.f_locals.get(name) for name in names)
-            if not any(one is model or isinstance(one, Stack) for one in handed):
+            if not any(argument is model or isinstance(argument, Stack) for argument in handed):
                 return
             known.add(code)
             inside.append(frame)

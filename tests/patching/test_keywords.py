@@ -48,27 +48,27 @@ CALL = re.compile(r"(?<![\w.])(?:attention_interface|ALL_ATTENTION_FUNCTIONS\[[^
 
 def keywords_passed(text: str) -> set[str]:
     """The keywords that a modeling file names where it calls the attention function."""
-    found = set()
+    names = set()
     for start in CALL.finditer(text):
         end = start.end()
         while text.count("(", start.end() - 1, end) > text.count(")", start.end(), end):
             end = text.index(")", end) + 1
         call = ast.parse(text[start.start() : end], mode="eval").body
         assert isinstance(call, ast.Call)
-        found |= {keyword.arg for keyword in call.keywords if keyword.arg is not None}
-    return found
+        names |= {keyword.arg for keyword in call.keywords if keyword.arg is not None}
+    return names
 
 
 def test_every_keyword_of_this_transformers_is_known() -> None:
     """One that is new has to be put into a list of `keywords.py`, when it is known what it does to attention."""
-    found: dict[str, list[str]] = {}
+    passed: dict[str, list[str]] = {}
     for path in sorted(MODELS.rglob("modeling_*.py")):
         text = path.read_text(encoding="utf-8")
         assert "ALL_ATTENTION_FUNCTIONS" not in text or CALL.search(text), f"{path.stem} calls it in another way"
         for keyword in keywords_passed(text):
-            found.setdefault(keyword, []).append(path.stem)
-    assert {"dropout", "scaling", "sliding_window"} <= found.keys()  # the files are read at all
-    unknown = {keyword: files for keyword, files in found.items() if keyword not in KNOWN}
+            passed.setdefault(keyword, []).append(path.stem)
+    assert {"dropout", "scaling", "sliding_window"} <= passed.keys()  # the files are read at all
+    unknown = {keyword: files for keyword, files in passed.items() if keyword not in KNOWN}
     assert not unknown, f"not in any list of hf_effattn/patching/interface/keywords.py: {unknown}"
 
 
@@ -207,8 +207,8 @@ def test_a_new_keyword_of_transformers_makes_a_model_exact_and_is_handed_on(
     monkeypatch.setattr(modeling_bert, "eager_attention_forward", takes_tilt)
     with pytest.warns(UserWarning, match='BertSelfAttention gets tilt=.*"clustered" does not know') as caught:
         assert torch.equal(encoded(model, batch, tilt=2), exact)
-    assert {Path(one.filename).name for one in caught} == {"tiny_models.py"}  # which calls the model
-    assert [one["tilt"] for one in handed] == [2, 2, 2]
+    assert {Path(warning.filename).name for warning in caught} == {"tiny_models.py"}  # which calls the model
+    assert [keywords["tilt"] for keywords in handed] == [2, 2, 2]
     assert attended == []
     with warnings.catch_warnings():
         warnings.simplefilter("error")
@@ -262,5 +262,5 @@ def test_an_input_too_short_for_the_method_keeps_the_keywords(
 ) -> None:
     model = hf_effattn.patch_attention(tiny_model("bert"), "clustered")
     encoded(model, batch_for(model), deterministic=True)
-    assert [one["deterministic"] for one in handed] == [True] * 3
+    assert [keywords["deterministic"] for keywords in handed] == [True] * 3
     assert attended == []

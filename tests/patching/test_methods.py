@@ -200,8 +200,8 @@ def test_no_length_is_the_default_of_a_causal_form_that_was_not_timed(method: st
 @pytest.mark.parametrize("method", ["i-clustered", "bi-clustered"])
 def test_settings_of_the_other_kind_of_model_are_refused(method: str, model_type: str, setting: str) -> None:
     kinds = {"bert": ("encoders", "decoders"), "gpt2": ("decoders", "encoders")}[model_type]
-    own = {"bert": "topk", "gpt2": "exact_keys"}[model_type]
-    said = f"has no setting '{setting}' in {kinds[0]}, only in {kinds[1]}; {kinds[0]} have .*\"{own}\""
+    suggested = {"bert": "topk", "gpt2": "exact_keys"}[model_type]
+    said = f"has no setting '{setting}' in {kinds[0]}, only in {kinds[1]}; {kinds[0]} have .*\"{suggested}\""
     model = small_model(model_type)
     with pytest.raises(ValueError, match=said) as refused:
         hf_effattn.patch_attention(model, method, **{setting: 4})
@@ -305,8 +305,8 @@ def test_predicted_error_follows_the_scale() -> None:
             make_method("bi-clustered", clusters=5, topk=4, key_clusters=4, min_length=0, max_predicted_error=above)
             for above in (limit, 8 * limit)
         ]
-        default, own = methods[0].group(query, key, None)[2], methods[1].group(query, key, None, 1.0)[2]
-        assert torch.equal(default, own), limit
+        default, scaled = methods[0].group(query, key, None)[2], methods[1].group(query, key, None, 1.0)[2]
+        assert torch.equal(default, scaled), limit
         decided.append(default.flatten())
     # Every head is exact below its predicted error, and not above it, and they are told apart.
     assert torch.stack(decided).int().diff(dim=0).sum(dim=0).eq(-1).all()
@@ -366,11 +366,11 @@ ROWS = [[0, 1], [2, EXACT], [EXACT, EXACT]]
 
 def methods(causal: bool) -> list[Method]:
     settings = OF_DECODERS if causal else SMALL_SETTINGS
-    candidates = [{"method": name, **own} for name, own in settings.items()]
-    found = [make_method(name, causal=causal, **own) for name, own in settings.items()]
-    found.append(make_method("bi-clustered", causal=causal, **settings["bi-clustered"], tolerance=0.1))
+    candidates = [{"method": name, **options} for name, options in settings.items()]
+    made = [make_method(name, causal=causal, **options) for name, options in settings.items()]
+    made.append(make_method("bi-clustered", causal=causal, **settings["bi-clustered"], tolerance=0.1))
     rows = [make_method("per-head", causal=causal, candidates=candidates, heads=[row], min_length=0) for row in ROWS]
-    return [*found, *rows]
+    return [*made, *rows]
 
 
 PATCHES: dict[str, dict[str, Any]] = SMALL_SETTINGS | {
@@ -393,7 +393,7 @@ def check_no_rows(method: Method, group: int, *, compiled: bool = False, **optio
     with torch.no_grad():
         assert run(*inputs, **options).shape == inputs[0].shape
     gradients = torch.autograd.grad(run(*inputs, **options).sum(), inputs)
-    assert [one.shape for one in gradients] == [one.shape for one in inputs]
+    assert [tensor.shape for tensor in gradients] == [tensor.shape for tensor in inputs]
 
 
 @pytest.mark.parametrize(("group", "masked"), [(1, False), (2, True)])

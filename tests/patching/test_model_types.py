@@ -177,10 +177,10 @@ def test_two_encoders_in_one_model(attended: list[str]) -> None:
 
 
 def test_two_towers_that_share_one_config() -> None:
-    one = tiny_model("bert", attn_implementation="eager")
-    towers = torch.nn.ModuleList([one, type(one)(one.config).eval()])
+    tower = tiny_model("bert", attn_implementation="eager")
+    towers = torch.nn.ModuleList([tower, type(tower)(tower.config).eval()])
     hf_effattn.patch_attention(towers, "clustered", layers=[1], **FORCED)
     assert [len(encoder.modules) for encoder in find_stacks(towers)] == [3, 3]
     hf_effattn.unpatch_attention(towers)
-    assert one.config._attn_implementation == "eager"
-    assert not hasattr(one.config, "effattn")
+    assert tower.config._attn_implementation == "eager"
+    assert not hasattr(tower.config, "effattn")

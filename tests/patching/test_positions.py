@@ -42,11 +42,11 @@ def test_a_model_converted_and_extended_in_inference_mode_can_be_trained() -> No
         hf_effattn.extend_positions(model, 100)
     model(**batch_for(model, length=90).inputs).last_hidden_state.square().mean().backward()
     assert table(model).weight.grad is not None
-    assert all(one.grad is not None and one.grad.any() for one in model.hf_effattn_cst.parameters())
+    assert all(weight.grad is not None and weight.grad.any() for weight in model.hf_effattn_cst.parameters())
 
 
 @pytest.mark.slow_except("*-AutoModel", "bert-*")
-@pytest.mark.parametrize("auto_class", [AutoModel, AutoModelForMaskedLM], ids=lambda one: one.__name__)
+@pytest.mark.parametrize("auto_class", [AutoModel, AutoModelForMaskedLM], ids=lambda cls: cls.__name__)
 @pytest.mark.parametrize("model_type", mostly_slow(LEARNED))
 def test_longer_inputs(model_type: str, auto_class: Any, tmp_path: Path) -> None:
     if model_type == "bert-generation":

@@ -143,7 +143,7 @@ def test_a_cache_does_not_widen_a_decoder_under_autocast(
         model.zero_grad()
         with torch.enable_grad():
             output.logits.float().mean().backward()
-        gradients.append([one.grad.clone() for one in model.parameters() if one.grad is not None])
+        gradients.append([weight.grad.clone() for weight in model.parameters() if weight.grad is not None])
     assert all(map(torch.equal, *gradients))
 
 
@@ -164,8 +164,8 @@ def test_a_report_under_autocast() -> None:
     ids = tokens(40)
     with torch.autocast("cpu", torch.bfloat16):
         methods = [{"method": "bi-clustered", **CAUSAL}]
-        found = hf_effattn.report(make_model("llama", num_hidden_layers=1), [{"input_ids": ids}], methods=methods)
-    assert len(found.layers) == 1
+        report = hf_effattn.report(make_model("llama", num_hidden_layers=1), [{"input_ids": ids}], methods=methods)
+    assert len(report.layers) == 1
 
 
 PER_HEAD = {
@@ -217,14 +217,14 @@ def test_a_graph_has_the_outputs_weights_and_gradients_of_the_model(case: str) -
         model.zero_grad()
         output = called(**inputs, output_attentions=weighed)
         output[0][seen].square().sum().backward()
-        found = {name: one.grad.clone() for name, one in model.named_parameters() if one.grad is not None}
-        weights = {f"layer {layer}": one.detach() for layer, one in enumerate(output.attentions if weighed else ())}
-        return found | weights | {"output": output[0][seen].detach()}
+        gradients = {name: p.grad.clone() for name, p in model.named_parameters() if p.grad is not None}
+        weights = {f"layer {layer}": attn.detach() for layer, attn in enumerate(output.attentions if weighed else ())}
+        return gradients | weights | {"output": output[0][seen].detach()}
 
-    expected, found = run(model), run(torch.compile(model, fullgraph=True, backend="aot_eager"))
+    expected, compiled = run(model), run(torch.compile(model, fullgraph=True, backend="aot_eager"))
     assert ("layer 2" in expected) == weighed
     for name, tensor in expected.items():
-        assert (found[name] - tensor).norm() <= 1e-4 * tensor.norm() + 1e-5, name
+        assert (compiled[name] - tensor).norm() <= 1e-4 * tensor.norm() + 1e-5, name
 
 
 @pytest.mark.slow
@@ -289,9 +289,9 @@ def test_kernels_give_what_the_form_for_a_cpu_gives_checkpointed_and_as_one_grap
         for name, tensor in on_a_cpu.items():
             assert (expected[name] - tensor).norm() <= 1e-4 * tensor.norm() + 1e-7, name
         compiled = torch.compile(model, fullgraph=True, backend="aot_eager")
-        found = output_and_gradients(model, batch, compiled)
+        actual = output_and_gradients(model, batch, compiled)
         for name, tensor in expected.items():
-            torch.testing.assert_close(found[name], tensor, msg=name)
+            torch.testing.assert_close(actual[name], tensor, msg=name)
     model.gradient_checkpointing_enable()
     again = output_and_gradients(model, batch)
     for name, tensor in expected.items():

@@ -110,7 +110,7 @@ class Naming(BertSelfAttention):
 def projected(module: Any, hidden_states: torch.Tensor) -> list[torch.Tensor]:
     heads = module.num_attention_heads, module.attention_head_size
     projections = module.query, module.key, module.value
-    return [one(hidden_states).unflatten(-1, heads).transpose(1, 2) for one in projections]
+    return [linear(hidden_states).unflatten(-1, heads).transpose(1, 2) for linear in projections]
 
 
 def attend_anew(module: Any, hidden_states: torch.Tensor) -> torch.Tensor:
@@ -128,10 +128,10 @@ class Overriding(BertSelfAttention):
 class Foreign(nn.Module):
     """No class of transformers."""
 
-    def __init__(self, own: Any) -> None:
+    def __init__(self, module: Any) -> None:
         super().__init__()
-        self.query, self.key, self.value = own.query, own.key, own.value
-        self.num_attention_heads, self.attention_head_size = own.num_attention_heads, own.attention_head_size
+        self.query, self.key, self.value = module.query, module.key, module.value
+        self.num_attention_heads, self.attention_head_size = module.num_attention_heads, module.attention_head_size
 
     def forward(self, hidden_states: torch.Tensor, *args: Any, **kwargs: Any) -> Any:
         return attend_anew(self, hidden_states), None
@@ -210,9 +210,9 @@ def test_a_model_of_such_attention_alone_is_refused() -> None:
 class Calling(Foreign):
     """Calls transformers' attention function, and inherits from none of its classes."""
 
-    def __init__(self, own: Any) -> None:
-        super().__init__(own)
-        self.config, self.is_causal = own.config, False
+    def __init__(self, module: Any) -> None:
+        super().__init__(module)
+        self.config, self.is_causal = module.config, False
 
     def forward(self, hidden_states: torch.Tensor, attention_mask: Any = None, **kwargs: Any) -> Any:
         attend = AttentionInterface()[self.config._attn_implementation]

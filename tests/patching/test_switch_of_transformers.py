@@ -67,8 +67,8 @@ def test_types_outside_the_table_stay_exact_and_say_so(model_type: str, texts: i
     exact = make_model(model_type, **SIZES)(**given).last_hidden_state
     model = make_model(model_type, switched=method, **SIZES)
     with says(f'"{method}" does not know the model type "{model_type}"'):
-        found = model(**given).last_hidden_state
-    torch.testing.assert_close(found[real], exact[real])
+        actual = model(**given).last_hidden_state
+    torch.testing.assert_close(actual[real], exact[real])
 
 
 @torch.no_grad()
@@ -108,7 +108,7 @@ def test_padding_is_not_seen_where_biases_are_added(model_type: str, texts: int,
     """Unpatched, and patched beside it."""
     given = inputs(texts)
     real = given["attention_mask"].bool()
-    exact_model, model = (tiny_exchanged.make_model(model_type, attn_implementation=one) for one in ("eager", method))
+    exact_model, model = (tiny_exchanged.make_model(model_type, attn_implementation=way) for way in ("eager", method))
     exact = exact_model(**given).last_hidden_state
     torch.testing.assert_close(model(**given).last_hidden_state[real], exact[real], rtol=1e-5, atol=1e-5)
     hf_effattn.patch_attention(model, method)
@@ -130,7 +130,7 @@ def said_by(model: Any) -> list[str]:
         warnings.simplefilter("always")
         for _ in range(2):
             model(input_ids=inputs(2)["input_ids"])
-    return [str(one.message) for one in said if "by its name" in str(one.message)]
+    return [str(warning.message) for warning in said if "by its name" in str(warning.message)]
 
 
 @pytest.fixture

@@ -63,10 +63,10 @@ def check_kmeans(case: Case) -> None:
     counted = points.to(centroids.dtype).masked_fill(~inputs.readers[..., None], 0.0)
     assert (centroids.abs().amax(dim=1) <= counted.abs().amax(dim=1) * (1 + 1e-5)).all()
     distances = torch.cdist(counted.double(), centroids.double())
-    own = distances.gather(2, labels[..., None])[..., 0]
+    chosen = distances.gather(2, labels[..., None])[..., 0]
     largest = counted.double().norm(dim=2).amax(dim=1, keepdim=True)
     nearest = distances.masked_fill(_unused(labels, case.clusters)[:, None], torch.inf).amin(dim=2)
-    excess = (own - nearest).masked_fill(~inputs.readers, 0.0)
+    excess = (chosen - nearest).masked_fill(~inputs.readers, 0.0)
     assert (excess <= 1e-2 * largest).all(), "a point is far from its centroid"
 
 
@@ -89,13 +89,13 @@ def check_neural_clustering(case: Case) -> None:
     assert (updated.abs() <= bound * (1 + 4 * torch.finfo(case.dtype).eps) + 1e-7).all(), "outside the words"
     if mask is not None:
         other = make_inputs(case, junk=3.0).query[:, 0]
-        for changed, own in zip(ops.neural_clustering(other, centroids, **options), (updated, labels), strict=True):
-            assert same(changed, own), "masked words have influence"
+        for changed, first in zip(ops.neural_clustering(other, centroids, **options), (updated, labels), strict=True):
+            assert same(changed, first), "masked words have influence"
     item = case.seed % case.B
     # In one layout: a product of rows that lie otherwise in memory may be rounded otherwise.
     both = [given.query[:, 0] for given in (inputs.map(torch.clone), others_changed(case, inputs))]
-    for result, own in zip(*(ops.neural_clustering(rows, centroids, **options) for rows in both), strict=True):
-        assert same(result[item], own[item]), "another item has influence"
+    for result, first in zip(*(ops.neural_clustering(rows, centroids, **options) for rows in both), strict=True):
+        assert same(result[item], first[item]), "another item has influence"
     size = 1.0 if case.flag else 1 + (bound.double() * centroids.double().abs().amax()).amax().item() * case.D
     tolerance = 16 * torch.finfo(case.dtype).eps * size
     if tolerance < 1e-2:
@@ -132,8 +132,8 @@ def check_order(case: Case) -> None:
     order = ops.cluster_order(labels, mask=mask)
     assert order.dtype == torch.int64
     words = [
-        sorted(range(case.N), key=lambda word: (not inputs.readers[b, word], own[word] * inputs.readers[b, word]))
-        for b, own in enumerate(labels.tolist())
+        sorted(range(case.N), key=lambda word: (not inputs.readers[b, word], row[word] * inputs.readers[b, word]))
+        for b, row in enumerate(labels.tolist())
     ]
     assert order.tolist() == words
     changed = labels if mask is None else labels.masked_fill(~mask, 2**62)

@@ -94,7 +94,7 @@ def test_the_margin_is_the_least_that_keeps_texts_left_out() -> None:
     for coverage in (0.8, 0.95, 1.0):
         margin = least_margin(errors, budget, coverage, HEADS)
         assert held_out_coverage(errors, budget, margin, HEADS) >= coverage
-        smaller = [one for one in MARGINS if one < margin]
+        smaller = [candidate for candidate in MARGINS if candidate < margin]
         assert not smaller or held_out_coverage(errors, budget, smaller[-1], HEADS) < coverage
     assert least_margin(errors, budget, 1.0, HEADS) > least_margin(errors, budget, 0.8, HEADS)
     # Layers that no method is for stay exact and do not count.
@@ -127,7 +127,7 @@ def test_over_layers_mostly_no_table_within_the_budget_is_faster() -> None:
         scale = torch.rand(1, 1, 2, 3, generator=generator) ** 4
         shares = scale * (1 + torch.rand(2, 1, 2, 3, generator=generator)) * torch.tensor([1, 0.3, 0.1])[:, None, None]
         first, second = (
-            torch.stack([mean_of_layers(one[None], shares[:, :, [layer]]).mean() for one in of_layer])
+            torch.stack([mean_of_layers(heads[None], shares[:, :, [layer]]).mean() for heads in of_layer])
             for layer in range(2)
         )
         errors = (first[:, None] + second) / 2
@@ -137,7 +137,7 @@ def test_over_layers_mostly_no_table_within_the_budget_is_faster() -> None:
             least = (seconds[:, None] + seconds)[errors <= budget].min()
             lost.append(float(costs[table].sum() / least) - 1)
     assert sum(lost) <= 0.01 * len(lost)
-    assert sum(one < 1e-6 for one in lost) >= 0.8 * len(lost)
+    assert sum(slower < 1e-6 for slower in lost) >= 0.8 * len(lost)
 
 
 def test_over_layers_a_small_head_may_err_and_a_free_step_is_taken() -> None:
@@ -177,7 +177,7 @@ def test_shares_of_heads_add_up_to_the_error_of_their_layer() -> None:
 
 def errors_with(model: Any, inputs: list[dict[str, torch.Tensor]], of_layer: Any, module: Any = None) -> torch.Tensor:
     """The true errors `(T, L, H)` of what a layer runs, on the exact model's inputs of it."""
-    found: dict[int, list[torch.Tensor]] = {}
+    errors: dict[int, list[torch.Tensor]] = {}
 
     def watch(seen: SeenAttention) -> torch.Tensor:
         exact, method = seen.exact(), of_layer(seen.layer)
@@ -185,7 +185,7 @@ def errors_with(model: Any, inputs: list[dict[str, torch.Tensor]], of_layer: Any
         if method is not None:
             options = {"key_mask": seen.key_mask, "scale": seen.scale, "causal": seen.causal, "module": seen.module}
             output = method.run(seen.query, seen.key, seen.value, **options).transpose(1, 2)
-        found.setdefault(seen.layer, []).append(
+        errors.setdefault(seen.layer, []).append(
             text_errors(text_squares(exact, output, seen.key_mask), seen.query.shape[1])
         )
         return exact
@@ -193,7 +193,7 @@ def errors_with(model: Any, inputs: list[dict[str, torch.Tensor]], of_layer: Any
     with torch.no_grad(), recording(Measured.of(model), watch):
         for batch in inputs:
             model(**batch)
-    return torch.stack([torch.cat(found[layer]) for layer in sorted(found)], dim=1)
+    return torch.stack([torch.cat(errors[layer]) for layer in sorted(errors)], dim=1)
 
 
 def encoder_or_llama(model_type: str) -> Any:
@@ -211,13 +211,13 @@ def test_every_head_gets_the_cheapest_within_the_budget(model_type: str) -> None
     model = encoder_or_llama(model_type)
     inputs = texts(padded=9)
     candidates = OF_DECODER if model_type == "llama" else CANDIDATES
-    found = hf_effattn.calibrate(model, inputs, max_error=0.15, **OPTIONS | {"candidates": candidates})
+    calibration = hf_effattn.calibrate(model, inputs, max_error=0.15, **OPTIONS | {"candidates": candidates})
     assert model.config._attn_implementation == "sdpa"
-    made = found.settings.calibration
+    made = calibration.settings.calibration
     assert made is not None
     assert (made["max_error"], made["texts"], made["lengths"]) == (0.15, 4, [40])
-    heads = torch.tensor(found.settings.heads)
-    candidates = [make_method(**one, causal=model_type == "llama", min_length=0) for one in candidates]
+    heads = torch.tensor(calibration.settings.heads)
+    candidates = [make_method(**kwargs, causal=model_type == "llama", min_length=0) for kwargs in candidates]
     by_candidate = torch.stack(
         [errors_with(model, inputs, lambda layer, candidate=candidate: candidate) for candidate in candidates], dim=1
     )
@@ -232,8 +232,8 @@ def test_every_head_gets_the_cheapest_within_the_budget(model_type: str) -> None
             assert candidate == (within.index(True) if any(within) else len(candidates))
     assert len(heads.unique()) > 1
 
-    hf_effattn.patch_attention(model, settings=found)
-    assert model.config.effattn == found.to_dict()
+    hf_effattn.patch_attention(model, settings=calibration)
+    assert model.config.effattn == calibration.to_dict()
     with torch.no_grad():
         model(**inputs[0])
 
@@ -253,7 +253,7 @@ def test_training_counts_both_passes(model_type: str, monkeypatch: pytest.Monkey
         result, passes, attend = call(), "forward", call
         if isinstance(result, tuple):
             passes, (attend, leaves) = "both", call.args
-            assert [one.shape for one in result] == [one.shape for one in leaves]
+            assert [tensor.shape for tensor in result] == [tensor.shape for tensor in leaves]
         candidate = getattr(getattr(attend, "func", None), "__self__", None)
         timed_calls.append((passes, None if candidate is None else getattr(candidate, "key_clusters", 0)))
         return result, seconds[passes][timed_calls[-1][1]]
@@ -279,11 +279,11 @@ def test_training_counts_both_passes(model_type: str, monkeypatch: pytest.Monkey
         2 * layers
     ] * 3  # of two batches
     assert timed_calls.count(("both", None)) == layers  # of the first batch
-    for found, candidate in ((forward, 0), (both, 1)):
-        heads = [index for row in found.settings.heads for index in row]
+    for calibration, candidate in ((forward, 0), (both, 1)):
+        heads = [index for row in calibration.settings.heads for index in row]
         assert heads.count(candidate) * len(both.settings.heads) == layers * len(heads)
         assert set(heads) <= {candidate, 3}
-        assert (found.settings.calibration or {})["training"] == (found is both)
+        assert (calibration.settings.calibration or {})["training"] == (calibration is both)
     assert "times as fast as exact, both passes." in str(both)
     assert "times as fast as exact." in str(forward)
     assert all(parameter.grad is None for parameter in model.parameters())
@@ -293,20 +293,20 @@ def test_training_counts_both_passes(model_type: str, monkeypatch: pytest.Monkey
 @pytest.mark.parametrize("model_type", ["bert", "modernbert", "llama"])
 def test_over_layers_the_mean_of_the_layers_keeps_the_budget(model_type: str, monkeypatch: pytest.MonkeyPatch) -> None:
     # So short, exact attention is the fastest.
-    monkeypatch.setattr(CandidateErrors, "costs", lambda found, training: torch.tensor([1.0, 2.0, 4.0, 10.0]))
+    monkeypatch.setattr(CandidateErrors, "costs", lambda self, training: torch.tensor([1.0, 2.0, 4.0, 10.0]))
     model = encoder_or_llama(model_type)
     inputs = texts(padded=9)
     candidates = OF_DECODER if model_type == "llama" else CANDIDATES
-    found = hf_effattn.calibrate(
+    calibration = hf_effattn.calibrate(
         model, inputs, 0.15, error_of="layer", **OPTIONS | {"candidates": candidates, "coverage": 1.0}
     )
-    made = found.settings.calibration
+    made = calibration.settings.calibration
     assert made is not None
     assert made["error_of"] == "layer"
     errors: dict[int, list[float]] = {}
 
     def watch(seen: SeenAttention) -> torch.Tensor:
-        exact, method = seen.exact(), found.settings.for_layers((seen.layer,))
+        exact, method = seen.exact(), calibration.settings.for_layers((seen.layer,))
         options = {"key_mask": seen.key_mask, "scale": seen.scale, "causal": seen.causal, "module": seen.module}
         output = exact if method is None else method.run(seen.query, seen.key, seen.value, **options).transpose(1, 2)
         for text in range(len(exact)):
@@ -322,20 +322,20 @@ def test_over_layers_the_mean_of_the_layers_keeps_the_budget(model_type: str, mo
     assert made["layers_error"] == pytest.approx(float(of_texts.max()), abs=1e-3)
     # A head beyond the budget: over heads there is none.
     assert max(map(max, made["errors"])) > 0.15
-    said = str(found)
+    said = str(calibration)
     assert said.startswith("Within an error of 15%: ")
     assert "of the texts, their layers' mean, left out" in said
 
 
 def test_kept_in_a_file_and_loaded(tmp_path: Path) -> None:
     model = tiny_model("bert")
-    found = hf_effattn.calibrate(model, texts(), max_error=0.2, **OPTIONS)
-    assert found.save(tmp_path / "mine") == tmp_path / "mine" / "effattn.json"
-    file = found.save(tmp_path / "mine.json")
-    assert json.loads(file.read_text()) == found.to_dict()
-    for place in (file, tmp_path / "mine", found.to_dict()):
-        assert hf_effattn.Calibration.load(place).to_dict() == found.to_dict()
-    said = str(found)
+    calibration = hf_effattn.calibrate(model, texts(), max_error=0.2, **OPTIONS)
+    assert calibration.save(tmp_path / "mine") == tmp_path / "mine" / "effattn.json"
+    file = calibration.save(tmp_path / "mine.json")
+    assert json.loads(file.read_text()) == calibration.to_dict()
+    for place in (file, tmp_path / "mine", calibration.to_dict()):
+        assert hf_effattn.Calibration.load(place).to_dict() == calibration.to_dict()
+    said = str(calibration)
     assert said.startswith("Within an error of 20%:")
     assert all(name in said for name in ("4 texts of 40 tokens", "i-clustered clusters=3 topk=2", "exact"))
     assert sum(int(line.split()[0]) for line in said.splitlines()[1:]) == 6
@@ -350,32 +350,32 @@ def test_kept_in_a_file_and_loaded(tmp_path: Path) -> None:
 
 
 def test_a_kill_while_it_is_saved_leaves_what_was_there(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    found = hf_effattn.calibrate(tiny_model("bert"), texts(), max_error=0.2, **OPTIONS)
-    file = found.save(tmp_path)
+    calibration = hf_effattn.calibrate(tiny_model("bert"), texts(), max_error=0.2, **OPTIONS)
+    file = calibration.save(tmp_path)
     before = file.read_bytes()
-    found.settings.calibration["max_error"] = 0.3
+    calibration.settings.calibration["max_error"] = 0.3
 
     def killed(descriptor: int) -> None:
         raise KeyboardInterrupt
 
     monkeypatch.setattr(os, "fsync", killed)  # the whole text is written, and perhaps not on disk
     with pytest.raises(KeyboardInterrupt):
-        found.save(tmp_path)
+        calibration.save(tmp_path)
     assert file.read_bytes() == before
     monkeypatch.undo()
-    assert found.save(tmp_path) == file
+    assert calibration.save(tmp_path) == file
     assert hf_effattn.Calibration.load(file).max_error == 0.3
     assert [path.name for path in tmp_path.iterdir()] == ["effattn.json"]
 
 
 def test_a_report_says_what_was_asked_calibrated_and_measured(tmp_path: Path) -> None:
     model = tiny_model("bert")
-    found = hf_effattn.calibrate(model, texts(), max_error=0.2, **OPTIONS)
-    report = hf_effattn.report(model, texts(2), [found, CANDIDATES[0]], repeats=0, memory=False, progress=False)
+    calibration = hf_effattn.calibrate(model, texts(), max_error=0.2, **OPTIONS)
+    report = hf_effattn.report(model, texts(2), [calibration, CANDIDATES[0]], repeats=0, memory=False, progress=False)
     label = next(iter(report.methods))
     assert label == "per-head candidates=3 max_error=0.2"
     errors = report.measurements[1].attention_error
-    expected = errors_with(model, texts(2), lambda layer: found.settings.for_layers((layer,)))
+    expected = errors_with(model, texts(2), lambda layer: calibration.settings.for_layers((layer,)))
     both = torch.tensor([errors[layer] for layer in range(3)])
     assert (both <= expected.amax(dim=0) + 1e-6).all()
     assert (both >= expected.amin(dim=0) - 1e-6).all()
@@ -491,8 +491,8 @@ def test_attention_that_is_not_finite_in_one_layer() -> None:
     with torch.no_grad():
         model.encoder.layer[2].attention.self.query.weight[0, 0] = torch.nan
     with pytest.warns(UserWarning, match=r"not finite in layers \[2\]: they stay exact"):
-        found = hf_effattn.calibrate(model, texts(), max_error=5.0, **OPTIONS)
-    assert [max(row) == len(CANDIDATES) for row in found.settings.heads] == [False, False, True]
+        calibration = hf_effattn.calibrate(model, texts(), max_error=5.0, **OPTIONS)
+    assert [max(row) == len(CANDIDATES) for row in calibration.settings.heads] == [False, False, True]
 
 
 def test_candidates_are_named_as_they_are_typed() -> None:
@@ -523,8 +523,8 @@ def test_a_tolerance_catches_texts_unlike_the_calibration(real_model_folder: Pat
     passages = Passages(tokenizer, bundled_books())
     # Of other texts, and shorter ones: errors grow with the length.
     inputs = [{"input_ids": ids[None]} for ids in passages.spread(128, 6)]
-    found = hf_effattn.calibrate(model, inputs, max_error=budget, min_length=0, progress=False)
-    plain = {layer: found.settings.for_layers((layer,)) for layer in range(6)}
+    calibration = hf_effattn.calibrate(model, inputs, max_error=budget, min_length=0, progress=False)
+    plain = {layer: calibration.settings.for_layers((layer,)) for layer in range(6)}
     checked = {layer: method and replace(method, tolerance=budget) for layer, method in plain.items()}
     beyond, left = {}, {}
     for name, ids in unlike_texts(tokenizer, length).items():

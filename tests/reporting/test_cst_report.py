@@ -28,12 +28,12 @@ def quick_report(model, inputs, methods=METHODS):
 @pytest.mark.parametrize("model_type", ["bert", "gpt2"])
 def test_it_measures_a_conversion_and_says_what_it_needs(model_type):
     model = small_model(model_type)
-    found = quick_report(model, {"input_ids": tokens()})
-    assert list(found.methods) == LABELS
-    errors = [found.of(label)[0].change.hidden_error for label in LABELS]
+    report = quick_report(model, {"input_ids": tokens()})
+    assert list(report.methods) == LABELS
+    errors = [report.of(label)[0].change.hidden_error for label in LABELS]
     assert 0 < errors[1] < errors[2]
-    assert all(len(found.of(label)[0].attention_error) == 3 for label in LABELS)
-    text = found.summary()
+    assert all(len(report.of(label)[0].attention_error) == 3 for label in LABELS)
+    text = report.summary()
     assert f"{', '.join(LABELS[1:])}: a conversion of the model, which needs fine-tuning on your task" in text
     assert "fine-tuning" not in quick_report(model, {"input_ids": tokens()}, METHODS[:1]).summary()
     assert not hasattr(model.base_model, NAME)
@@ -47,11 +47,11 @@ def test_a_converted_model_is_measured_with_its_tables_and_keeps_them():
     inputs = [{"input_ids": tokens()}, {"input_ids": tokens(seed=2)}]
     with torch.no_grad():
         before = first_output(model, tokens())
-        found = quick_report(model, inputs)
+        report = quick_report(model, inputs)
         assert getattr(model, NAME) is tables
         assert torch.equal(first_output(model, tokens()), before)
         for index, batch in enumerate(inputs):
-            (measured,) = found.of(LABELS[1], index)
+            (measured,) = report.of(LABELS[1], index)
             converted = first_output(model, batch["input_ids"])
             model.set_attn_implementation("sdpa")
             exact = first_output(model, batch["input_ids"])
@@ -59,7 +59,7 @@ def test_a_converted_model_is_measured_with_its_tables_and_keeps_them():
             error = ((converted - exact).norm() / exact.norm()).item()
             assert measured.change.hidden_error == pytest.approx(error, rel=1e-4)
         alone = quick_report(model, inputs[1:], METHODS[1])
-    errors, expected = (one.of(LABELS[1])[-1].attention_error for one in (found, alone))
+    errors, expected = (run.of(LABELS[1])[-1].attention_error for run in (report, alone))
     for layer, heads in expected.items():
         assert errors[layer] == pytest.approx(heads)
 

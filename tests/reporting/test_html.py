@@ -70,7 +70,7 @@ class Page(HTMLParser):
             self.rows[-1][-1] += data
 
     def attributes(self, tag, name):
-        return [attrs[name] for found, attrs in self.tags if found == tag and name in attrs]
+        return [attrs[name] for kind, attrs in self.tags if kind == tag and name in attrs]
 
 
 class Words:
@@ -146,13 +146,13 @@ def test_every_number_of_the_table_is_the_reports(measured):
         of_it = table[(table.length == int(length)) & (table.method == method.removesuffix(" ¹"))]
         for heading, cell in zip(METRICS, cells, strict=True):
             metric, unit = METRICS[heading]
-            found = of_it[of_it.metric == metric].value
+            values = of_it[of_it.metric == metric].value
             if not cell:
                 assert method == "unpatched"
                 continue
             digits = re.match(r"[\d.,]+", cell).group().replace(",", "")
             last_digit = 10.0 ** -len(digits.partition(".")[2])
-            assert float(digits) == pytest.approx(found.mean() / unit, rel=1e-6, abs=0.51 * last_digit), heading
+            assert float(digits) == pytest.approx(values.mean() / unit, rel=1e-6, abs=0.51 * last_digit), heading
             seen += 1
     assert seen == 2 * (3 + 6 * len(METHODS))
     peaks = [m.forward_peak_bytes for m in report.measurements if m.input == 1]

@@ -17,15 +17,15 @@ def test_a_method_in_some_layers_is_the_model_patched_there():
     model = tiny_model("bert")
     inputs = batch_for(model).inputs
     method = {"method": "clustered", "clusters": 5, "min_length": 0}
-    found = hf_effattn.report(model, inputs, [method, method | {"layers": [-1, 0]}], **QUICK)
-    everywhere, some = (found.of(f"clustered clusters=5{layers}")[0] for layers in ("", " layers=[-1,0]"))
+    report = hf_effattn.report(model, inputs, [method, method | {"layers": [-1, 0]}], **QUICK)
+    everywhere, some = (report.of(f"clustered clusters=5{layers}")[0] for layers in ("", " layers=[-1,0]"))
     exact = model(**inputs).last_hidden_state
     patched = hf_effattn.patch_attention(model, layers=[0, 2], **method)(**inputs).last_hidden_state
     assert some.change.hidden_error == pytest.approx(float((patched - exact).norm() / exact.norm()), rel=1e-4)
     assert some.attention_error == everywhere.attention_error | {1: [0.0, 0.0]}
-    assert Report.from_dict(found.to_dict()) == found
-    assert "layers=[-1,0]" in found.summary()
-    found.plot()
+    assert Report.from_dict(report.to_dict()) == report
+    assert "layers=[-1,0]" in report.summary()
+    report.plot()
     with pytest.raises(ValueError, match="layers has 3"):
         hf_effattn.report(model, inputs, method | {"layers": [3]}, **QUICK)
     with pytest.raises(TypeError, match="a list of layer indices"):
@@ -47,20 +47,20 @@ def test_every_encoder_is_judged_by_its_own_length(clusters, min_length, why):
     model = VisionTextDualEncoderModel(config).eval()
     inputs = {"input_ids": torch.randint(5, 60, (1, 60)), "pixel_values": torch.randn(1, 3, 24, 24)}
     method = {"method": "clustered", "clusters": clusters, "min_length": min_length}
-    found = hf_effattn.report(model, inputs, method, **QUICK)
-    (measured,) = found.inputs
+    report = hf_effattn.report(model, inputs, method, **QUICK)
+    (measured,) = report.inputs
     assert (measured.length, measured.valid_tokens) == (60, 60)
     assert measured.encoder_lengths == {"vision_model": 37, "text_model": 60}
-    assert found.measurements[1].why_exact == why
-    words = found.summary()
+    assert report.measurements[1].why_exact == why
+    words = report.summary()
     assert "1 text of 60 tokens (vision_model 37, text_model 60):" in words
-    assert "1 text of 60 tokens (vision_model 37, text_model 60)" in found._repr_html_()
+    assert "1 text of 60 tokens (vision_model 37, text_model 60)" in report._repr_html_()
     assert ("this is exact attention" in words) == (why == "settings")
     assert ("in the encoders where they are shorter than min_length" in words) == (why == "min_length")
 
 
 def test_one_encoder_has_no_lengths_apart():
     model = tiny_model("bert")
-    found = hf_effattn.report(model, batch_for(model).inputs, {"method": "clustered", "clusters": 5}, **QUICK)
-    assert found.inputs[0].encoder_lengths == {}
-    assert "2 texts of 40 tokens:" in found.summary()
+    report = hf_effattn.report(model, batch_for(model).inputs, {"method": "clustered", "clusters": 5}, **QUICK)
+    assert report.inputs[0].encoder_lengths == {}
+    assert "2 texts of 40 tokens:" in report.summary()

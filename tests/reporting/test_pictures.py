@@ -34,24 +34,24 @@ def words(text):
 
 def test_a_heat_map_has_a_panel_per_method_with_the_mean_errors(model, tmp_path):
     inputs = [batch_for(model, length=length, seed=length).inputs for length in (20, 20, 30)]
-    found = hf_effattn.report(model, inputs, METHODS, repeats=0, memory=False, progress=False)
-    figure = found.plot(length=20)
+    report = hf_effattn.report(model, inputs, METHODS, repeats=0, memory=False, progress=False)
+    figure = report.plot(length=20)
     panels = [panel for panel in figure.axes if panel.images]
     assert [panel.get_title().split(":")[0] for panel in panels] == [CLUSTERED, IMPROVED, BI_CLUSTERED]
     assert panels[0].images[0].get_clim() == panels[1].images[0].get_clim()
     shown = torch.as_tensor(panels[0].images[0].get_array().data)
     expected = torch.tensor(
-        [list(m.attention_error.values()) for m in found.of(CLUSTERED) if found.inputs[m.input].length == 20]
+        [list(m.attention_error.values()) for m in report.of(CLUSTERED) if report.inputs[m.input].length == 20]
     ).mean(0)
     torch.testing.assert_close(shown.float(), expected)
     assert "20 tokens" in figure.get_suptitle()
-    files = found.save(tmp_path)
+    files = report.save(tmp_path)
     assert [file.name for file in files] == ["report.json", "attention_error_20.png", "attention_error_30.png"]
     assert all(file.read_bytes().startswith(b"\x89PNG") for file in files[1:])
     with pytest.raises(ValueError, match="no errors of the attention output at 99 tokens"):
-        found.plot(length=99)
+        report.plot(length=99)
     with pytest.raises(KeyError, match="not in this report"):
-        found.plot(methods=["cst"])
+        report.plot(methods=["cst"])
 
 
 def test_a_pattern_shows_the_weights_of_the_model_and_of_the_methods(model, text):
@@ -72,8 +72,8 @@ def test_a_pattern_shows_the_weights_of_the_model_and_of_the_methods(model, text
 
 def test_a_picture_labels_rows_and_their_most_attended_tokens(model, text):
     labels = words(text)
-    found = hf_effattn.report(model, text, METHODS, repeats=0, memory=False, progress=False)
-    figure = found.plot_attention(model, text, rows=[3, 4, 9], layer=2, head=0, tokens=labels)
+    report = hf_effattn.report(model, text, METHODS, repeats=0, memory=False, progress=False)
+    figure = report.plot_attention(model, text, rows=[3, 4, 9], layer=2, head=0, tokens=labels)
     pattern = find_pattern(model, text, methods=METHODS, rows=[3, 4, 9], layer=2, head=0, tokens=labels)
     panels = [panel for panel in figure.axes if panel.images]
     shown = ["unpatched", IMPROVED, BI_CLUSTERED, CLUSTERED]

@@ -28,9 +28,9 @@ def test_improved_clustered_is_close_and_clustered_is_not(real):
     batch = tokenizer(
         [books[0].text[:900], books[1].text[:500]], truncation=True, max_length=128, padding=True, return_tensors="pt"
     )
-    found = hf_effattn.report(model, batch, METHODS, repeats=0, memory=False, progress=False)
-    (improved,), (clustered,), (bi_clustered,) = (found.of(name) for name in (IMPROVED, CLUSTERED, BI_CLUSTERED))
-    assert found.inputs[0].valid_tokens < 256
+    report = hf_effattn.report(model, batch, METHODS, repeats=0, memory=False, progress=False)
+    (improved,), (clustered,), (bi_clustered,) = (report.of(name) for name in (IMPROVED, CLUSTERED, BI_CLUSTERED))
+    assert report.inputs[0].valid_tokens < 256
     assert improved.mean_attention_error < 0.15
     assert bi_clustered.mean_attention_error < 0.75 * improved.mean_attention_error
     assert clustered.mean_attention_error > 2 * improved.mean_attention_error
@@ -47,7 +47,7 @@ def test_the_pattern_of_a_question_follows_exact_attention(real):
     assert [pattern.tokens[row] for row in pattern.rows][:3] == ["where", "did", "pip"]
     exact = pattern.most_attended("unpatched")
     agreement = {
-        label: sum(one == other for one, other in zip(exact, pattern.most_attended(label), strict=True))
+        label: sum(token == other for token, other in zip(exact, pattern.most_attended(label), strict=True))
         for label in (BI_CLUSTERED, IMPROVED, CLUSTERED)
     }
     assert min(agreement[BI_CLUSTERED], agreement[IMPROVED]) > agreement[CLUSTERED]

@@ -61,10 +61,10 @@ def test_error_of_every_head_of_the_first_layer_is_that_of_a_direct_computation(
         other = torch.cat([approximate[text, head, mask[text]] for text in range(2)])
         expected.append(float((other - reference).norm() / reference.norm()))
 
-    (found,) = quick_report(model, inputs).of(IMPROVED)
+    (measured,) = quick_report(model, inputs).of(IMPROVED)
 
     assert min(expected) > 0.01
-    assert found.attention_error[0] == pytest.approx(expected, rel=1e-4)
+    assert measured.attention_error[0] == pytest.approx(expected, rel=1e-4)
 
 
 @pytest.mark.parametrize("padding", [None, "right"])
@@ -74,14 +74,14 @@ def test_output_change_is_that_of_the_patched_model(padding):
     inputs = batch_for(model, padding=padding).inputs
     mask = inputs.get("attention_mask", torch.ones_like(inputs["input_ids"])).bool()
     exact = model(**inputs).last_hidden_state
-    (found,) = quick_report(model, inputs).of(CLUSTERED)
+    (measured,) = quick_report(model, inputs).of(CLUSTERED)
     patched = hf_effattn.patch_attention(model, "clustered", clusters=5, min_length=0)
     other = patched(**inputs).last_hidden_state
     pooled = [torch.stack([hidden[text][mask[text]].mean(0) for text in range(2)]) for hidden in (exact, other)]
 
     error = (other[mask] - exact[mask]).norm() / exact[mask].norm()
-    assert found.change.hidden_error == pytest.approx(float(error), rel=1e-4)
-    assert found.change.embedding_cosines == pytest.approx(cosine_similarity(*pooled).tolist(), rel=1e-4)
+    assert measured.change.hidden_error == pytest.approx(float(error), rel=1e-4)
+    assert measured.change.embedding_cosines == pytest.approx(cosine_similarity(*pooled).tolist(), rel=1e-4)
 
 
 @torch.no_grad()
@@ -91,11 +91,11 @@ def test_as_many_labels_as_tokens_are_labels():
     labels = inputs["input_ids"].shape[1]
     model = tiny_model("bert", AutoModelForSequenceClassification, num_labels=labels)
     exact = model(**inputs).logits
-    (found,) = quick_report(model, inputs).of(CLUSTERED)
+    (m,) = quick_report(model, inputs).of(CLUSTERED)
     other = hf_effattn.patch_attention(model, "clustered", clusters=5, min_length=0)(**inputs).logits
-    assert found.change.logits_error["logits"] == pytest.approx(float((other - exact).norm() / exact.norm()), rel=1e-4)
+    assert m.change.logits_error["logits"] == pytest.approx(float((other - exact).norm() / exact.norm()), rel=1e-4)
     same = float((other.argmax(-1) == exact.argmax(-1)).double().mean())
-    assert found.change.argmax_agreement["logits"] == same
+    assert m.change.argmax_agreement["logits"] == same
 
 
 @pytest.mark.slow_except("bert", "vit", "wav2vec2", "bart", "modernbert", "whisper", "embedding_gemma2_text")
@@ -106,15 +106,15 @@ def test_every_model_type_is_measured_and_left_as_it_was(model_type):
     config = json.dumps(model.config.to_dict(), default=str)
     with torch.no_grad():
         before = model(**inputs)[0]
-    found = quick_report(model, inputs)
+    report = quick_report(model, inputs)
     with torch.no_grad():
         after = model(**inputs)[0]
 
     layers = FULL_LAYERS.get(model_type, (0, 1, 2))
     in_windows = TABLE[model_type].window_of_image is not None  # which layers see them shows when they are called
-    assert tuple(found.layers) == ((0, 1, 2) if in_windows else layers)
+    assert tuple(report.layers) == ((0, 1, 2) if in_windows else layers)
     for label in (CLUSTERED, IMPROVED, BI_CLUSTERED):
-        (measured,) = found.of(label)
+        (measured,) = report.of(label)
         assert tuple(measured.attention_error) == layers
         assert all(0 < error < 2 for heads in measured.attention_error.values() for error in heads)
         assert measured.change.hidden_error > 0
@@ -130,7 +130,7 @@ def test_a_patched_model_in_training_mode_comes_back_patched_and_in_training_mod
     stored = dict(model.config.effattn)
     torch.manual_seed(0)
     before = model(**inputs).last_hidden_state
-    found = quick_report(model, inputs)
+    report = quick_report(model, inputs)
     torch.manual_seed(0)
     after = model(**inputs).last_hidden_state
 
@@ -141,7 +141,7 @@ def test_a_patched_model_in_training_mode_comes_back_patched_and_in_training_mod
     assert not model.pooler.training
     # What is compared with is the exact model, not the patched one.
     assert (
-        found.of(CLUSTERED)[0].attention_error
+        report.of(CLUSTERED)[0].attention_error
         == quick_report(hf_effattn.unpatch_attention(model), inputs).of(CLUSTERED)[0].attention_error
     )
 
@@ -174,14 +174,14 @@ def test_an_interruption_returns_what_has_been_measured(stop_at, tmp_path):
             raise KeyboardInterrupt
 
     with pytest.warns(UserWarning, match="interrupted"):
-        found = quick_report(model, inputs, progress=interrupt)
-    assert not found.complete
-    assert len(found.of(IMPROVED)) == (1 if stop_at == 2 else 2)
-    assert "interrupted" in found.summary()
-    assert "interrupted" in repr(found)
+        report = quick_report(model, inputs, progress=interrupt)
+    assert not report.complete
+    assert len(report.of(IMPROVED)) == (1 if stop_at == 2 else 2)
+    assert "interrupted" in report.summary()
+    assert "interrupted" in repr(report)
     # A heat map needs all layers of a length.
-    assert found.save(tmp_path)[0].name == "report.json"
-    assert Report.from_dict(json.loads(json.dumps(found.to_dict()))) == found
+    assert report.save(tmp_path)[0].name == "report.json"
+    assert Report.from_dict(json.loads(json.dumps(report.to_dict()))) == report
     assert torch.equal(before, model(**inputs[0]).last_hidden_state)
 
 
@@ -195,31 +195,31 @@ def test_progress_counts_every_step():
 def test_times_and_memory_are_measured_in_whole_rounds():
     model = tiny_model("bert")
     inputs = [batch_for(model, length=length).inputs for length in (30, 60)]
-    found = quick_report(model, inputs, repeats=2, memory=True, max_error=1e-6)
+    report = quick_report(model, inputs, repeats=2, memory=True, max_error=1e-6)
     for index in (0, 1):
-        rounds = {len(found.of(method, index)[0].forward_seconds) for method in ("unpatched", CLUSTERED, IMPROVED)}
+        rounds = {len(report.of(method, index)[0].forward_seconds) for method in ("unpatched", CLUSTERED, IMPROVED)}
         assert len(rounds) == 1
         assert rounds.pop() >= 2
         for method in ("unpatched", CLUSTERED, IMPROVED):
-            (measured,) = found.of(method, index)
-            assert found.speedup(measured) > 0
-            assert found.speedup(measured, "attention") > 0
+            (measured,) = report.of(method, index)
+            assert report.speedup(measured) > 0
+            assert report.speedup(measured, "attention") > 0
             # At least the layer's own output, in float32.
-            assert measured.attention_peak_bytes >= 4 * 2 * found.inputs[index].length * 32
+            assert measured.attention_peak_bytes >= 4 * 2 * report.inputs[index].length * 32
             assert measured.forward_peak_bytes >= measured.attention_peak_bytes
-    assert found.speedup(found.of("unpatched", 0)[0]) == 1
-    assert found.fastest_within(1e-6) is None
-    assert "none of these settings meets it" in found.summary()
-    largest = max(m.change.hidden_error for method in (CLUSTERED, IMPROVED) for m in found.of(method))
-    assert found.fastest_within(2 * largest) in (CLUSTERED, IMPROVED)
+    assert report.speedup(report.of("unpatched", 0)[0]) == 1
+    assert report.fastest_within(1e-6) is None
+    assert "none of these settings meets it" in report.summary()
+    largest = max(m.change.hidden_error for method in (CLUSTERED, IMPROVED) for m in report.of(method))
+    assert report.fastest_within(2 * largest) in (CLUSTERED, IMPROVED)
     # What a patched model would not run is not recommended without a word.
-    found.max_error = 2 * largest
-    for measured in found.of(CLUSTERED):  # the fastest, whatever else the machine does
+    report.max_error = 2 * largest
+    for measured in report.of(CLUSTERED):  # the fastest, whatever else the machine does
         measured.forward_seconds = [1e-9] * len(measured.forward_seconds)
-    assert "These lengths are below its min_length: to force the method, patch with min_length=0" in found.summary()
-    assert "they are shorter than min_length (1," in found.summary()
-    found.of(CLUSTERED, 1)[0].why_exact = None  # a length that it starts at
-    assert "30 tokens are below its min_length" in found.summary()
+    assert "These lengths are below its min_length: to force the method, patch with min_length=0" in report.summary()
+    assert "they are shorter than min_length (1," in report.summary()
+    report.of(CLUSTERED, 1)[0].why_exact = None  # a length that it starts at
+    assert "30 tokens are below its min_length" in report.summary()
 
 
 def test_a_report_says_where_no_length_is_enough(monkeypatch):
@@ -249,25 +249,25 @@ def test_peak_memory_on_the_cpu_is_that_of_the_tensors_alive_at_once():
 
 def test_short_inputs_are_measured_and_said_to_run_exact():
     model = tiny_model("bert")
-    found = quick_report(
+    report = quick_report(
         model,
         batch_for(model, length=20).inputs,
         [{"method": "clustered", "clusters": 5, "min_length": 21}, *METHODS[1:]],
     )
-    assert found.of(CLUSTERED)[0].why_exact == "min_length"
-    assert found.of(CLUSTERED)[0].mean_attention_error > 0.01
-    assert found.of(IMPROVED)[0].why_exact is None
-    assert f"Patched with {CLUSTERED}, the model would run exact attention" in found.summary()
+    assert report.of(CLUSTERED)[0].why_exact == "min_length"
+    assert report.of(CLUSTERED)[0].mean_attention_error > 0.01
+    assert report.of(IMPROVED)[0].why_exact is None
+    assert f"Patched with {CLUSTERED}, the model would run exact attention" in report.summary()
 
 
 def test_settings_that_reach_the_length_are_said_to_be_exact():
     model = tiny_model("bert")
-    found = quick_report(model, batch_for(model, length=20).inputs, [{"method": "clustered", "clusters": 20}])
-    (measured,) = found.of("clustered clusters=20")
+    report = quick_report(model, batch_for(model, length=20).inputs, [{"method": "clustered", "clusters": 20}])
+    (measured,) = report.of("clustered clusters=20")
     assert measured.why_exact == "settings"
     assert measured.mean_attention_error == pytest.approx(0, abs=1e-5)
-    assert "this is exact attention" in found.summary()
-    assert found.fastest_within(1) is None
+    assert "this is exact attention" in report.summary()
+    assert report.fastest_within(1) is None
 
 
 def test_logits_of_heads_are_compared():
@@ -289,17 +289,17 @@ def test_logits_of_heads_are_compared():
 
 def test_the_table_is_tidy_and_survives_json(tmp_path):
     model = tiny_model("bert")
-    found = quick_report(model, batch_for(model, padding="left").inputs, repeats=1, memory=True)
-    table = found.to_pandas()
+    report = quick_report(model, batch_for(model, padding="left").inputs, repeats=1, memory=True)
+    table = report.to_pandas()
     errors = table[table.metric == "attention_error"]
     assert len(errors) == 3 * 3 * 2  # methods, layers, heads
     assert not errors.duplicated(["input", "method", "layer", "head"]).any()
     assert table[table.metric == "forward_speedup"].method.tolist() == ["unpatched", CLUSTERED, IMPROVED, BI_CLUSTERED]
     assert table.valid_tokens.unique().tolist() == [69]
-    (file,) = found.save(tmp_path / "new" / "folder", pictures=False)
-    assert Report.load(file.parent) == found
+    (file,) = report.save(tmp_path / "new" / "folder", pictures=False)
+    assert Report.load(file.parent) == report
     assert json.loads(file.read_text())["environment"]["versions"]["torch"] == torch.__version__
-    assert str(found) == str(Report.load(file.parent))
+    assert str(report) == str(Report.load(file.parent))
 
 
 MISTAKES = {
@@ -372,10 +372,10 @@ def test_a_causal_model_with_grouped_heads():
         {"method": "i-clustered", "clusters": 4, **small},
         {"method": "bi-clustered", "key_clusters": 2, **small},
     ]
-    found = quick_report(model, {"input_ids": ids, "attention_mask": mask}, methods)
+    report = quick_report(model, {"input_ids": ids, "attention_mask": mask}, methods)
     hidden = model(ids, attention_mask=mask).last_hidden_state[mask.bool()]
-    for label, settings in zip(found.methods, methods, strict=True):
-        (measured,) = found.of(label)
+    for label, settings in zip(report.methods, methods, strict=True):
+        (measured,) = report.of(label)
         assert all(0 < error < 1 for errors in measured.attention_error.values() for error in errors)
         hf_effattn.patch_attention(model, **settings, min_length=0)
         changed = model(ids, attention_mask=mask).last_hidden_state[mask.bool()]
@@ -397,10 +397,10 @@ def test_a_causal_model_outside_the_table_is_refused():
 
 def test_without_matplotlib_the_picture_says_what_to_install(monkeypatch, tmp_path):
     model = tiny_model("bert")
-    found = quick_report(model, batch_for(model).inputs)
+    report = quick_report(model, batch_for(model).inputs)
     monkeypatch.setitem(sys.modules, "matplotlib.figure", None)
     with pytest.raises(ImportError, match=r"pip install 'hf_effattn\[plots\]'"):
-        found.plot()
+        report.plot()
     with pytest.raises(ImportError, match="plots"):
-        found.save(tmp_path)
-    assert Report.load(tmp_path) == found
+        report.save(tmp_path)
+    assert Report.load(tmp_path) == report

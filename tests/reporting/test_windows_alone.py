@@ -64,8 +64,8 @@ def mpnet() -> PreTrainedModel:
 
 
 def deberta() -> PreTrainedModel:
-    own = {"relative_attention": True, "position_buckets": 16, "position_biased_input": False}
-    return DebertaV2Model(DebertaV2Config(vocab_size=60, pos_att_type="p2c|c2p", **own, **SIZES))
+    settings = {"relative_attention": True, "position_buckets": 16, "position_biased_input": False}
+    return DebertaV2Model(DebertaV2Config(vocab_size=60, pos_att_type="p2c|c2p", **settings, **SIZES))
 
 
 def t5() -> PreTrainedModel:
@@ -100,28 +100,28 @@ def test_what_is_measured(name: str, patched: bool, tmp_path: Any) -> None:
     if patched:
         hf_effattn.patch_attention(model, METHOD)
     before = attention_of(model)
-    found = hf_effattn.report(model, inputs(), max_error=0.01, repeats=1, progress=False)
+    report = hf_effattn.report(model, inputs(), max_error=0.01, repeats=1, progress=False)
     assert attention_of(model) == before
-    assert found.layers == {}
-    assert list(found.methods) == [METHOD]
-    (measured,) = found.inputs
+    assert report.layers == {}
+    assert list(report.methods) == [METHOD]
+    (measured,) = report.inputs
     assert (measured.batch_size, measured.length, measured.valid_tokens) == (2, 150, 250)
-    exact, other = found.measurements
+    exact, other = report.measurements
     # Mistral's 150 tokens are too few for blocks.
     assert (other.change.hidden_error == 0) == (name == "mistral")
     assert other.change.hidden_error < 1e-5
     assert min(*exact.forward_seconds, *other.forward_seconds) > 0
     assert min(exact.forward_peak_bytes, other.forward_peak_bytes) > 0
-    assert found.fastest_within(0.01) == METHOD
+    assert report.fastest_within(0.01) == METHOD
     against = "exact SDPA" if model._supports_sdpa else "transformers' own code"
-    assert f"(all layers run exactly, float32 on cpu, {_threads()}) against {against}." in str(found)
-    assert "- exact: nothing is approximated; the last hidden state is off by " in str(found)
-    found.save(tmp_path)
-    assert Report.load(tmp_path) == found
-    assert "All layers run exactly." in found.to_html(model, inputs(), _Words())
-    found.plot_cost()
+    assert f"(all layers run exactly, float32 on cpu, {_threads()}) against {against}." in str(report)
+    assert "- exact: nothing is approximated; the last hidden state is off by " in str(report)
+    report.save(tmp_path)
+    assert Report.load(tmp_path) == report
+    assert "All layers run exactly." in report.to_html(model, inputs(), _Words())
+    report.plot_cost()
     with pytest.raises(ValueError, match="holds no errors of the attention output"):
-        found.plot()
+        report.plot()
 
 
 def _threads() -> str:
@@ -135,7 +135,7 @@ class _Words:
     all_special_ids = (1,)
 
     def convert_ids_to_tokens(self, ids: list[int]) -> list[str]:
-        return [str(one) for one in ids]
+        return [str(token_id) for token_id in ids]
 
 
 @pytest.mark.slow_except("False-True", "True-False")
@@ -150,31 +150,31 @@ def test_sound(headed: bool, padded: bool, tmp_path: Path) -> None:
     mask = torch.ones(2, 300, dtype=torch.long)
     mask[1, 200:] = 0
     given = {"input_features": features} | ({"attention_mask": mask} if padded else {})
-    found = hf_effattn.report(model, given, max_error=0.01, repeats=1, progress=False)
-    (measured,) = found.inputs
+    report = hf_effattn.report(model, given, max_error=0.01, repeats=1, progress=False)
+    (measured,) = report.inputs
     assert (measured.batch_size, measured.length) == (2, 150)
     assert measured.valid_tokens == (250 if padded else 300)
-    change = found.measurements[1].change
+    change = report.measurements[1].change
     if headed:
         assert 0 < change.logits_error["logits"] < 1e-5
         assert change.argmax_agreement["logits"] == 1
     else:
         assert 0 < change.hidden_error < 1e-5
-        assert found.fastest_within(0.01) == METHOD
-    assert found.layers == {}
-    assert "- exact: nothing is approximated" in str(found)
-    found.save(tmp_path)
-    assert Report.load(tmp_path) == found
-    assert "All layers run exactly." in found.to_html(model, given)
+        assert report.fastest_within(0.01) == METHOD
+    assert report.layers == {}
+    assert "- exact: nothing is approximated" in str(report)
+    report.save(tmp_path)
+    assert Report.load(tmp_path) == report
+    assert "All layers run exactly." in report.to_html(model, given)
     assert not any(module._forward_pre_hooks for module in model.modules())
 
 
 def test_exact_is_transformers_own_code(monkeypatch: pytest.MonkeyPatch) -> None:
     """Also of a model that is patched when it is measured, by whatever method."""
     model, calls = hf_effattn.patch_attention(make_model(longformer), METHOD), []
-    own = LongformerSelfAttention.forward
+    run = LongformerSelfAttention.forward
     monkeypatch.setattr(
-        LongformerSelfAttention, "forward", lambda self, *args, **how: calls.append(self) or own(self, *args, **how)
+        LongformerSelfAttention, "forward", lambda self, *args, **how: calls.append(self) or run(self, *args, **how)
     )
     hf_effattn.report(model, inputs(), ["clustered"], repeats=0, progress=False)
     assert len(calls) == 2
@@ -187,11 +187,11 @@ def test_beside_an_encoder_with_layers_to_record() -> None:
     given = {**inputs(), "pixel_values": torch.randn(2, 3, 24, 24)}
     before = [type(module) for stack in find_stacks(model) for module in stack.modules]
     assert LongformerSelfAttention in before
-    found = hf_effattn.report(
+    report = hf_effattn.report(
         model, given, [METHOD, {"method": "clustered", "clusters": 5, "min_length": 0}], repeats=1, progress=False
     )
-    assert list(found.layers.values()) == [path for path in found.layers.values() if path.startswith("vision_model")]
-    windows, clustered = found.measurements[1:]
+    assert list(report.layers.values()) == [path for path in report.layers.values() if path.startswith("vision_model")]
+    windows, clustered = report.measurements[1:]
     assert windows.mean_attention_error == 0
     assert clustered.mean_attention_error > 0.01
     assert [type(module) for stack in find_stacks(model) for module in stack.modules] == before

@@ -49,9 +49,9 @@ def test_help_says_what_a_script_does_and_names_its_own_options_first(script, mo
     assert groups == (titles[:2] + ["masks:"] * (script is run_mlm) + titles[2:])
     model, data, training = (lines.index(title) for title in titles)
     assert model < lines.index("  --model_type MODEL_TYPE") < data
-    own = {run_glue: "--task_name {cola,", run_lra: "--task {listops,", run_translation: "--train_source TRAIN_S"}
-    found = [number for number, line in enumerate(lines) if own.get(script, "--dataset_name DATASET_N") in line]
-    assert data < found[-1] < training
+    first = {run_glue: "--task_name {cola,", run_lra: "--task {listops,", run_translation: "--train_source TRAIN_S"}
+    places = [number for number, line in enumerate(lines) if first.get(script, "--dataset_name DATASET_N") in line]
+    assert data < places[-1] < training
     assert sum("(required)" in line for line in lines) == 1 + bool(required)
     assert "(required)" in "".join(lines[lines.index("  --output_dir OUTPUT_DIR") :][1:3])
     assert not any("(default: None)" in line or "--output-dir" in line for line in lines)
@@ -141,16 +141,16 @@ def test_what_is_asked_for_without_data_is_told_before_anything_is_made(script, 
     }
     named = options.get(script, "--validation_files or a --dataset_name that has them")
     data = "the data of rte" if script is run_glue else "the data"
-    for asked, option in (
+    for switches, option in (
         (["--do_train", "--do_eval"], "--do_eval"),
         (["--do_train", "--eval_strategy", "epoch"], "--eval_strategy epoch"),
         (["--do_train", "--eval_strategy", "steps", "--load_best_model_at_end"], "--eval_strategy steps"),
     ):
         message = f"{data} have no validation, which {option} needs (there are train): name them with {named}"
         with pytest.raises(ValueError, match=re.escape(message)):
-            script.main([*common, *asked])
+            script.main([*common, *switches])
         with pytest.raises(AssertionError, match="a tokenizer is made"):
-            script.main([*common, *evaluate, *asked])
+            script.main([*common, *evaluate, *switches])
     if script in PREDICTING:
         with pytest.raises(ValueError, match=r"have no test, which --do_predict needs .*: name them with \S*test"):
             script.main([*common, *evaluate, "--do_train", "--do_predict"])

@@ -110,8 +110,8 @@ def faults(
 
     _, address = np.unique(address, return_inverse=True)
     behind, together = ordered(program, time, arrivals)
-    found = set(meetings(kind[~behind], program[~behind], address[~behind])) | set(meetings(kind, together, address))
-    yield from sorted(found)
+    met = set(meetings(kind[~behind], program[~behind], address[~behind])) | set(meetings(kind, together, address))
+    yield from sorted(met)
 
     # A thread may load before another one has stored, on AMD even where a barrier stands between.
     stored = kind != LOAD

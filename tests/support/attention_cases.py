@@ -170,28 +170,28 @@ def attend_with_loops(
     return output
 
 
-def squared_distance(row: list, offsets: list) -> float:
-    """`row^T Σ_η row` for the covariance of the offsets."""
-    return sum(dot(row, eta) ** 2 for eta in offsets) / len(offsets)
+def squared_distance(row: list, residuals: list) -> float:
+    """`row^T Σ_η row` for the covariance of the residuals."""
+    return sum(dot(row, eta) ** 2 for eta in residuals) / len(residuals)
 
 
 def difference(a: list, b: list) -> list:
     return [x - y for x, y in zip(a, b, strict=True)]
 
 
-def offsets_with_loops(heads: list, clusters: int, query_mask: list) -> list:
+def residuals_with_loops(heads: list, clusters: int, query_mask: list) -> list:
     """Scaled queries that count less the mean of their cluster, of several heads `(queries, labels)`."""
-    found = []
+    residuals = []
     for query, labels in heads:
         scale = len(query[0]) ** -0.5
         for j in range(clusters):
             members = [
                 [scale * x for x in row]
-                for row, own, m in zip(query, labels, query_mask, strict=True)
-                if m and own == j
+                for row, label, m in zip(query, labels, query_mask, strict=True)
+                if m and label == j
             ]
-            found += [difference(row, mean(members)) for row in members]
-    return found
+            residuals += [difference(row, mean(members)) for row in members]
+    return residuals
 
 
 def attend_to_key_clusters_with_loops(
@@ -200,7 +200,7 @@ def attend_to_key_clusters_with_loops(
     value: list,
     labels: list,
     key_labels: list,
-    offsets: list,
+    residuals: list,
     clusters: int,
     key_clusters: int,
     topk: int,
@@ -209,7 +209,7 @@ def attend_to_key_clusters_with_loops(
 ) -> list:
     """Spec of one head of bi-clustered attention in plain Python: lists of rows in, list of rows out.
 
-    `offsets` are those of all the query heads that share the keys: what tells which keys a cluster represents badly.
+    `residuals` are those of all the query heads that share the keys: what tells which keys a cluster represents badly.
     """
     N, M, D, Dv = len(query), len(key), len(query[0]), len(value[0])
     scaled = [[x * D**-0.5 for x in row] for row in query]
@@ -219,7 +219,7 @@ def attend_to_key_clusters_with_loops(
     mean_key = {c: mean([key[t] for t in keys]) for c, keys in inside.items()}
     mean_value = {c: mean([value[t] for t in keys]) for c, keys in inside.items()}
     distance = {t: difference(key[t], mean_key[c]) for c, keys in inside.items() for t in keys}
-    badly = {t: max(squared_distance(row, offsets), 1e-30) for t, row in distance.items()}
+    badly = {t: max(squared_distance(row, residuals), 1e-30) for t, row in distance.items()}
     for j in range(clusters):
         members = [i for i in range(N) if labels[i] == j and query_mask[i]]
         if not members or not inside:

@@ -43,7 +43,7 @@ def check_ops(run: Callable[[], Any]) -> list[str]:
         else:
             args, kwargs = tree_map_only(torch.Tensor, learned, (args, kwargs))
             # What is kept for the way back is a list as long as there are chunks, which no fake tensor could tell.
-            args = [False if one.name == "keep" else x for one, x in zip(op._schema.arguments, args, strict=False)]
+            args = [False if arg.name == "keep" else x for arg, x in zip(op._schema.arguments, args, strict=False)]
             tests = ("test_schema", "test_autograd_registration", "test_faketensor")
             torch.library.opcheck(op, args, kwargs, test_utils=tests)
     return [op.name() for op, _, _ in caught.calls]

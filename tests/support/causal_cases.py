@@ -160,18 +160,18 @@ def attend(method, case, query, key, value, mask, **options):
 
 def exact_heads(case):
     """How many heads of segments with distant keys run exactly in the form for a CPU, and how many there are."""
-    found = []
+    pairs = []
 
     def made(segments, chunk, span):
         make(segments, chunk, span)
         if span.new.stop:
-            found.append((sum(len(heads) for heads, _, _ in segments.exact_distant), len(chunk.query) * span.count))
+            pairs.append((sum(len(heads) for heads, _, _ in segments.exact_distant), len(chunk.query) * span.count))
 
     make = batched._Segments.__init__
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(batched._Segments, "__init__", made)
         attend("bi-clustered", case, *make_inputs(case), backend="batched")
-    return [sum(counts) for counts in zip(*found, strict=True)]
+    return [sum(counts) for counts in zip(*pairs, strict=True)]
 
 
 def exact(query, key, value, mask, sinks=None):

@@ -193,17 +193,17 @@ def list_files(hub: Hub, name: str, revision: str, path: str, query: dict[str, l
             {"X-Error-Code": "EntryNotFound", "X-Repo-Commit": commit.oid},
         )
     recursive = query.get("recursive", ["false"])[0].lower() == "true"
-    found: dict[str, dict[str, Any]] = {}
+    entries: dict[str, dict[str, Any]] = {}
     for place, file in inside.items():
         parents = place.removeprefix(before).split("/")[:-1]
         for depth in range(len(parents) if recursive else min(len(parents), 1)):
             folder = before + "/".join(parents[: depth + 1])
             oid = hashlib.sha1(folder.encode()).hexdigest()
-            found[folder] = {"type": "directory", "path": folder, "oid": oid, "size": 0}
+            entries[folder] = {"type": "directory", "path": folder, "oid": oid, "size": 0}
         if recursive or not parents:
             large = {"lfs": {"oid": file.sha256, "size": file.size, "pointerSize": 134}} if file.sha256 else {}
-            found[place] = {"type": "file", "path": place, "oid": file.blob_id, "size": file.size} | large
-    return Answer(list(found.values()))
+            entries[place] = {"type": "file", "path": place, "oid": file.blob_id, "size": file.size} | large
+    return Answer(list(entries.values()))
 
 
 @route("GET HEAD", "/{name}/resolve/{rev}/{path}")

@@ -107,11 +107,11 @@ class _Handler(BaseHTTPRequestHandler):
                 continue
             if needs_token and sent is None:
                 raise Refusal(401, "Invalid username or password.")
-            found = {name: unquote(value) for name, value in match.groupdict(default="").items()}
-            if found.get("name") in hub.repositories and hub.repositories[found["name"]].private and sent is None:
+            parts = {name: unquote(value) for name, value in match.groupdict(default="").items()}
+            if parts.get("name") in hub.repositories and hub.repositories[parts["name"]].private and sent is None:
                 # As if it were not there, so that nobody learns of it.
                 raise Refusal(404, "Repository not found", "RepoNotFound")
-            return function(hub, method=method, body=body, query=parse_qs(url.query), **found)
+            return function(hub, method=method, body=body, query=parse_qs(url.query), **parts)
         raise Refusal(404, f"this Hub does not know {self.command} {url.path}")
 
     def _read_body(self) -> bytes:

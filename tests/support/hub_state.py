@@ -86,10 +86,10 @@ class Hub:
     def commit(self, name: str, revision: str) -> Commit:
         """The newest commit of a branch, or a commit by its name."""
         repository = self.repository(name)
-        found = repository.branches.get(revision) or repository.commits.get(revision)
-        if found is None:
+        commit = repository.branches.get(revision) or repository.commits.get(revision)
+        if commit is None:
             raise Refusal(404, f"Invalid rev id: {revision}", "RevisionNotFound")
-        return found
+        return commit
 
     def keep(self, content: bytes) -> StoredFile:
         """Store a small file under the name that git gives it."""

@@ -55,7 +55,7 @@ def mend_masks() -> None:
     splat = InterpreterBuilder.create_splat
 
     def create_splat(self: InterpreterBuilder, *given: Any) -> Any:
-        (number,) = (one for one in given if isinstance(one, TensorHandle))
+        (number,) = (handle for handle in given if isinstance(handle, TensorHandle))
         block = splat(self, *given)
         return TensorHandle(block.data.astype(number.data.dtype), block.dtype)
 
@@ -74,14 +74,14 @@ def remember() -> None:
     interpreter._patch_lang = lambda fn: patched
 
     numpy_type, reduce = interpreter._get_np_dtype, ReduceOps.apply_impl
-    found: dict[str, np.dtype] = {}
+    types: dict[str, np.dtype] = {}
 
     def np_dtype(kind: Any) -> np.dtype:
         """For every answer a table of all types would be built."""
         name = kind.scalar.name
-        if name not in found:
-            found[name] = numpy_type(kind)
-        return found[name]
+        if name not in types:
+            types[name] = numpy_type(kind)
+        return types[name]
 
     def apply_impl(self: ReduceOps, input: Any) -> Any:
         """Sums by exclusive or, of which `tl.sort` is made, go number by number otherwise."""

@@ -215,8 +215,8 @@ def with_gradients(
     generator, learned = torch.Generator().manual_seed(1), [x for x in outputs.values() if x.requires_grad]
     weights = [torch.randn(x.shape, generator=generator, dtype=torch.float64).to(x) for x in learned]
     gradients = torch.autograd.grad(learned, list(leaves.values()), weights)
-    found = outputs | {f"gradient of {name}": grad for name, grad in zip(leaves, gradients, strict=True)}
-    return {name: tensor.detach().cpu() for name, tensor in found.items()}
+    tensors = outputs | {f"gradient of {name}": grad for name, grad in zip(leaves, gradients, strict=True)}
+    return {name: tensor.detach().cpu() for name, tensor in tensors.items()}
 
 
 def check_kernels(op: Op, case: Any, inputs: Tensors, **options: Any) -> None:
@@ -251,19 +251,19 @@ def rows_of_tokens(name: str, tensor: torch.Tensor) -> torch.Tensor:
 
 def last_item(inputs: Tensors) -> Tensors:
     """The last item of a batch alone, without what is masked."""
-    found: Tensors = {}
+    last: Tensors = {}
     for name, x in inputs.items():
         if "mask" in name and name not in TOKENS:
-            found[name] = None
+            last[name] = None
         elif not isinstance(x, torch.Tensor) or name in SHARED:
-            found[name] = x
+            last[name] = x
         elif (hidden := hidden_rows(name, inputs)) is None:
-            found[name] = x[-1:]
+            last[name] = x[-1:]
         else:
-            found[name] = rows_of_tokens(name, x[-1:])[:, ~hidden[-1]].movedim(1, TOKENS[name])
+            last[name] = rows_of_tokens(name, x[-1:])[:, ~hidden[-1]].movedim(1, TOKENS[name])
     if "labels" in inputs:
         query_mask = inputs.get("query_mask", inputs["key_mask"])
-        found["labels"] = inputs["labels"][-1:, ..., query_mask[-1]]
+        last["labels"] = inputs["labels"][-1:, ..., query_mask[-1]]
     if "order" in inputs:
-        found["order"] = cluster_order(found["labels"])
-    return found
+        last["order"] = cluster_order(last["labels"])
+    return last

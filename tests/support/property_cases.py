@@ -166,8 +166,8 @@ def make_inputs(case: Case, junk: float | None = None) -> Inputs:
     query_mask = key_mask if case.is_self_attention else draw_mask(case.masks, case.B, case.N, generator)
 
     def rows(count: int, length: int, width: int, exponent: float, equal: bool) -> torch.Tensor:
-        own = 1 if case.layout == "expanded" else count
-        drawn = torch.randn(case.B, own, 1 if equal else length, width, dtype=torch.float64, generator=generator)
+        distinct = 1 if case.layout == "expanded" else count
+        drawn = torch.randn(case.B, distinct, 1 if equal else length, width, dtype=torch.float64, generator=generator)
         drawn = (drawn * 10.0**exponent).clamp(-largest, largest).expand(-1, -1, length, -1)
         return drawn.to(case.dtype)
 

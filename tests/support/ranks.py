@@ -25,15 +25,15 @@ def on_ranks(calls: list[Callable[[], Any]]) -> list[Any]:
             Child(partial(_in_group, call, rank, len(calls), Path(folder) / "store"), Path(folder) / f"said-{rank}")
             for rank, call in enumerate(calls)
         ]
-        found, problems = [], []
+        answers, problems = [], []
         for number, rank in enumerate(ranks):
             try:
-                found.append(rank.result(LONGEST_WAIT_SECONDS))
+                answers.append(rank.result(LONGEST_WAIT_SECONDS))
             except (RuntimeError, TimeoutError) as error:
                 problems.append(f"rank {number}: {error}")
     if problems:
         raise RuntimeError("; ".join(problems))
-    return found
+    return answers
 
 
 def _in_group(call: Callable[[], Any], rank: int, count: int, store: Path) -> Any:

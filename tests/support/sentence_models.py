@@ -135,15 +135,15 @@ def outputs(model: Any, read: list[str] | None = None, **options: Any) -> list[t
     read = texts(words=WORDS + UPPER) if read is None else read
     if isinstance(model, CrossEncoder):
         return [torch.as_tensor(model.predict([(read[0][:20], text) for text in read], **options))]
-    found = [encode(read, **options) for encode in (model.encode_document, model.encode_query)]
-    if isinstance(found[0], list):  # of a vector for each token
-        return [torch.as_tensor(one) for vectors in found for one in vectors]
-    return [torch.as_tensor(one.to_dense() if getattr(one, "is_sparse", False) else one) for one in found]
+    encoded = [encode(read, **options) for encode in (model.encode_document, model.encode_query)]
+    if isinstance(encoded[0], list):  # of a vector for each token
+        return [torch.as_tensor(row) for vectors in encoded for row in vectors]
+    return [torch.as_tensor(row.to_dense() if getattr(row, "is_sparse", False) else row) for row in encoded]
 
 
-def same(found: list[torch.Tensor], expected: list[torch.Tensor], atol: float = 1e-5) -> bool:
+def same(actual: list[torch.Tensor], expected: list[torch.Tensor], atol: float = 1e-5) -> bool:
     """Whether outputs are alike but for rounding."""
-    return all(torch.allclose(one, other, atol=atol) for one, other in zip(found, expected, strict=True))
+    return all(torch.allclose(vector, other, atol=atol) for vector, other in zip(actual, expected, strict=True))
 
 
 def inside(model: Any) -> Any:

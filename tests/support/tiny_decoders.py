@@ -237,9 +237,9 @@ CLASSES = {"mistral4": "Mistral4", "mllama_text_model": "Mllama", "emu3_text_mod
 
 
 def class_of(model_type: str) -> Any:
-    own = CLASSES.get(model_type)
-    if own is not None:
-        return getattr(transformers, f"{own}ForCausalLM")
+    prefix = CLASSES.get(model_type)
+    if prefix is not None:
+        return getattr(transformers, f"{prefix}ForCausalLM")
     return MODEL_FOR_CAUSAL_LM_MAPPING[CONFIG_MAPPING[model_type]]
 
 

@@ -65,17 +65,17 @@ def mnli(tmp_path):
 
 
 def test_run_glue_evaluates_in_the_order_of_the_checkpoint(checkpoints, mnli, tmp_path):
-    found, files = {}, {}
+    metrics, files = {}, {}
     for name, path in checkpoints.items():
         output = tmp_path / "runs" / name
         arguments = ["--task_name", "mnli", "--data_dir", mnli, "--model_name_or_path", path, "--do_eval"]
-        found[name] = run_glue.main([*RUN, *arguments, "--do_predict", "--output_dir", str(output)])
+        metrics[name] = run_glue.main([*RUN, *arguments, "--do_predict", "--output_dir", str(output)])
         files[name] = [(output / file).read_text() for file in ("MNLI-m.tsv", "MNLI-mm.tsv")]
     for name in ("unnamed", "permuted"):
         assert files[name] == files["own"]
         for metric in ("eval_matched_accuracy", "eval_mismatched_accuracy"):
-            assert found[name][metric] == found["own"][metric]
-        assert found[name]["eval_matched_loss"] == pytest.approx(found["own"]["eval_matched_loss"], abs=1e-5)
+            assert metrics[name][metric] == metrics["own"][metric]
+        assert metrics[name]["eval_matched_loss"] == pytest.approx(metrics["own"]["eval_matched_loss"], abs=1e-5)
     predicted = {line.split("\t")[1] for line in files["own"][0].splitlines()[1:]}
     assert len(predicted) > 1  # else every order would look alike
     assert predicted <= set(MNLI)
@@ -89,12 +89,12 @@ def test_f1_is_of_the_benchmark_s_class(tmp_path):
     folder.mkdir(parents=True)
     rows = [f"{int(n % 3 == 0)}\t1\t2\t{text}\tB {n}" for n, text in enumerate(TEXTS)]
     (folder / "dev.tsv").write_text("\n".join(["Quality\t#1 ID\t#2 ID\t#1 String\t#2 String", *rows]))
-    found = []
+    metrics = []
     for path in paths:
         arguments = ["--task_name", "mrpc", "--data_dir", str(folder.parent), "--model_name_or_path", path]
-        found.append(run_glue.main([*RUN, *arguments, "--do_eval", "--output_dir", str(tmp_path / "run")]))
-    assert found[1]["eval_f1"] == found[0]["eval_f1"] > 0
-    assert found[0]["eval_accuracy"] != pytest.approx(found[0]["eval_f1"])
+        metrics.append(run_glue.main([*RUN, *arguments, "--do_eval", "--output_dir", str(tmp_path / "run")]))
+    assert metrics[1]["eval_f1"] == metrics[0]["eval_f1"] > 0
+    assert metrics[0]["eval_accuracy"] != pytest.approx(metrics[0]["eval_f1"])
 
 
 def pairs(path, names=MNLI):
@@ -107,14 +107,14 @@ def test_run_classification_keeps_the_order_of_the_checkpoint(checkpoints, tmp_p
     """Evaluated as it is and, with no learning, after training; what is saved has the checkpoint's names."""
     files = ["--train_files", pairs(tmp_path / "train.jsonl"), "--validation_files", pairs(tmp_path / "dev.jsonl")]
     whole = [*RUN, *files, "--do_train", "--do_eval", "--learning_rate", "0", "--max_steps", "1"]
-    found = {}
+    metrics = {}
     for name, path in checkpoints.items():
         output = ["--output_dir", str(tmp_path / "runs" / name)]
-        found[name] = run_classification.main([*whole, "--model_name_or_path", path, *output])
+        metrics[name] = run_classification.main([*whole, "--model_name_or_path", path, *output])
     # The data's classes stand in the order of the alphabet, which is neither of the two others.
-    assert found["permuted"]["eval_accuracy"] == found["own"]["eval_accuracy"]
-    assert found["unnamed"]["eval_accuracy"] != found["own"]["eval_accuracy"]
-    assert found["permuted"]["train_loss"] == pytest.approx(found["own"]["train_loss"], rel=1e-3)
+    assert metrics["permuted"]["eval_accuracy"] == metrics["own"]["eval_accuracy"]
+    assert metrics["unnamed"]["eval_accuracy"] != metrics["own"]["eval_accuracy"]
+    assert metrics["permuted"]["train_loss"] == pytest.approx(metrics["own"]["train_loss"], rel=1e-3)
     config = AutoConfig.from_pretrained(tmp_path / "runs" / "permuted")
     assert config.id2label == dict(enumerate(OTHER))
 
@@ -123,11 +123,11 @@ def test_texts_to_evaluate_on_may_lack_a_class(checkpoints, tmp_path):
     """Two of the three classes: the accuracy is that of both orders alike."""
     file = pairs(tmp_path / "dev.jsonl", MNLI[:2])
     arguments = [*RUN, "--validation_files", file, "--do_eval", "--output_dir", str(tmp_path / "run")]
-    found = [
+    accuracies = [
         run_classification.main([*arguments, "--model_name_or_path", checkpoints[name]])["eval_accuracy"]
         for name in ("own", "permuted")
     ]
-    assert 0 < found[0] == found[1] < 1
+    assert 0 < accuracies[0] == accuracies[1] < 1
 
 
 @pytest.mark.slow_except("two")

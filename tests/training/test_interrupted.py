@@ -75,7 +75,7 @@ def test_a_stopped_run_goes_on_to_the_same_result(how, command, unbroken, tmp_pa
     process = run(command, tmp_path)
     started = time.monotonic()
     arguments = TrainingArguments(str(tmp_path), resume_from_checkpoint="last", report_to=[], use_cpu=True)
-    while (found := training.checkpoint_to_resume(arguments)) is None:
+    while (checkpoint := training.checkpoint_to_resume(arguments)) is None:
         assert process.poll() is None, process.stderr.read()[-2000:]
         assert time.monotonic() - started < LONGEST_WAIT_SECONDS
         time.sleep(0.005)
@@ -87,7 +87,7 @@ def test_a_stopped_run_goes_on_to_the_same_result(how, command, unbroken, tmp_pa
     assert process.returncode != 0
     assert not (tmp_path / "all_results.json").exists()
     kept = int(Path(training.checkpoint_to_resume(arguments)).name.split("-")[1])
-    assert int(Path(found).name.split("-")[1]) <= kept < STEPS
+    assert int(Path(checkpoint).name.split("-")[1]) <= kept < STEPS
     resumed = result(command, tmp_path)
     log = json.loads((tmp_path / "trainer_state.json").read_text())["log_history"]
     expected, expected_log = unbroken
@@ -153,12 +153,12 @@ def test_a_later_epoch_goes_on_to_the_same_result(order, tmp_path):
         *"--per_device_train_batch_size 8 --max_steps 30 --save_steps 6 --learning_rate 1e-2".split(),  # noqa: SIM905
         *("--train_sampling_strategy", order, "--eval_strategy", "epoch"),
     ]
-    found = run_classification.main([*common, "--output_dir", str(tmp_path / "whole")])
+    metrics = run_classification.main([*common, "--output_dir", str(tmp_path / "whole")])
     for step in (12, 18):
         folder = tmp_path / f"stopped-{step}"
         shutil.copytree(tmp_path / "whole" / f"checkpoint-{step}", folder / f"checkpoint-{step}")
         again = run_classification.main([*common, "--output_dir", str(folder), "--resume_from_checkpoint", "last"])
-        assert again["eval_loss"] == pytest.approx(found["eval_loss"], abs=1e-6)
+        assert again["eval_loss"] == pytest.approx(metrics["eval_loss"], abs=1e-6)
         logs = [
             json.loads((path / "trainer_state.json").read_text())["log_history"]
             for path in (tmp_path / "whole", folder)
@@ -192,7 +192,7 @@ def test_the_order_by_length_depends_on_the_seed_and_the_epoch(tmp_path):
     ranges = [max(part) - min(part) for part in ([lengths[n] for n in first[i : i + 4]] for i in range(4, 64, 4))]
     assert sum(ranges) / len(ranges) < 8  # about 5, and 19 at random
     assert order(0, seed=1) == order(0, seed=2, data_seed=1) == first
-    assert len({tuple(found) for found in (first, order(1, seed=1), order(0, seed=1, data_seed=5))}) == 3
+    assert len({tuple(order_of) for order_of in (first, order(1, seed=1), order(0, seed=1, data_seed=5))}) == 3
 
 
 class Diverging(nn.Module):

@@ -16,7 +16,7 @@ from transformers.models.auto import get_values
 from transformers_tests import test_modeling_common
 
 import hf_effattn
-from hf_effattn import models as own
+from hf_effattn import models as our_models
 from hf_effattn.patching.model_types.table import MODEL_TYPES
 
 BATCH, LENGTH, VOCABULARY = 3, 9, 99
@@ -94,11 +94,11 @@ def case(
     model_type: str, classes: list[str], *, source: Any = transformers, patch: bool = True, **sizes: Any
 ) -> type[unittest.TestCase]:
     """transformers' tests of one model type."""
-    found = [getattr(source, name) for name in classes if hasattr(source, name)]
+    tested = [getattr(source, name) for name in classes if hasattr(source, name)]
     made: Callable[[type[PreTrainedModel]], type[PreTrainedModel]] = patched if patch else lambda cls: cls
 
     class Case(test_modeling_common.ModelTesterMixin, unittest.TestCase):
-        all_model_classes: ClassVar = tuple(made(cls) for cls in found)
+        all_model_classes: ClassVar = tuple(made(cls) for cls in tested)
         test_resize_embeddings = model_type != "vit"
         has_attentions = patch
 
@@ -116,12 +116,12 @@ def with_heads(name: str) -> list[str]:
 def two_layers(sizes: dict[str, Any]) -> dict[str, Any]:
     """The sizes of a decoder of our own tests, of the first two layers, with the tokens of these."""
     tokens = {name: size for name, size in SIZES.items() if name.startswith(("vocab", "pad", "bos", "eos"))}
-    found = sizes | tokens | {"num_hidden_layers": 2}
-    if "layer_types" in found:
-        found["layer_types"] = found["layer_types"][:2]
-    if "vocab_size_per_layer_input" in found:
-        found["vocab_size_per_layer_input"] = VOCABULARY
-    return {name: size for name, size in found.items() if name != "initializer_range"}
+    small = sizes | tokens | {"num_hidden_layers": 2}
+    if "layer_types" in small:
+        small["layer_types"] = small["layer_types"][:2]
+    if "vocab_size_per_layer_input" in small:
+        small["vocab_size_per_layer_input"] = VOCABULARY
+    return {name: size for name, size in small.items() if name != "initializer_range"}
 
 
 GPT2_SIZES: dict[str, Any] = {"n_embd": 32, "n_layer": 2, "n_head": 4, "n_positions": 64}
@@ -142,8 +142,8 @@ for _type, _name in {
     classes = [f"{_name}Model", f"{_name.removesuffix('Text')}ForCausalLM"]
     globals()[f"Test{_name}"] = case(_type, classes, **two_layers(DECODERS[_type]))
 TestModernBert = case("modernbert", with_heads("ModernBert"), global_attn_every_n_layers=2)
-TestCST = case("cst", with_heads("CST"), source=own, patch=False, slice_length=4)
-TestClusterFormer = case("clusterformer", with_heads("ClusterFormer"), source=own, patch=False, clusters=3)
+TestCST = case("cst", with_heads("CST"), source=our_models, patch=False, slice_length=4)
+TestClusterFormer = case("clusterformer", with_heads("ClusterFormer"), source=our_models, patch=False, clusters=3)
 for _name, _case in list(globals().items()):
     if _name.startswith("Test"):
         _case.__name__ = _case.__qualname__ = _name

@@ -38,14 +38,14 @@ def hooked(model: PreTrainedModel) -> PreTrainedModel:
 def ran(kind: str, monkeypatch: pytest.MonkeyPatch) -> list[None]:
     """One for every call of a patched layer."""
     calls: list[None] = []
-    own = KINDS[kind]
-    forward = own.forward
+    module = KINDS[kind]
+    forward = module.forward
 
     def watched(*args: Any, **kwargs: Any) -> Any:
         calls.append(None)
         return forward(*args, **kwargs)
 
-    monkeypatch.setattr(own, "forward", watched)
+    monkeypatch.setattr(module, "forward", watched)
     return calls
 
 

@@ -55,8 +55,8 @@ def test_likelihoods_are_those_of_the_patched_model(encoder: str) -> None:
     def expected() -> float:
         given = torch.tensor([judge().tok_encode(context + answer)])
         with torch.no_grad():
-            found = model(given[:, :-1]).logits.log_softmax(-1)[0, -3:].gather(1, given[0, -3:, None])
-        return float(found.sum())
+            log_probs = model(given[:, :-1]).logits.log_softmax(-1)[0, -3:].gather(1, given[0, -3:, None])
+        return float(log_probs.sum())
 
     exact = likelihood()
     hf_effattn.patch_attention(model, "bi-clustered", **OF_DECODER)
@@ -73,8 +73,8 @@ def test_mteb_tells_a_patched_model_from_the_exact_one_without_its_cache(encoder
     cache = mteb.ResultCache(tmp_path / "cache")
 
     def score(model: Any, cache: Any) -> float:
-        found = mteb.evaluate(model, task, cache=cache, show_progress_bar=False)
-        return found.task_results[0].get_score()
+        evaluation = mteb.evaluate(model, task, cache=cache, show_progress_bar=False)
+        return evaluation.task_results[0].get_score()
 
     model = SentenceTransformer(modules=[Transformer(encoder), Pooling(16)], device="cpu")
     model.model_card_data.model_name, model.model_card_data.base_model_revision = "someone/model", "main"
@@ -167,7 +167,7 @@ def test_the_reference_is_the_policy_or_its_settings_are_told(
             processing_class=AutoTokenizer.from_pretrained(decoder),
         )
         loss = first_step(trainer)["loss"]
-    told = any("bi-clustered" in str(one.message) for one in said)
+    told = any("bi-clustered" in str(warning.message) for warning in said)
     assert told != loaded_patched
     assert (abs(loss - math.log(2)) < 1e-4) == loaded_patched
 

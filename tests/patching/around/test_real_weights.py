@@ -5,7 +5,7 @@ from functools import cache
 import pytest
 import torch
 import torch.nn.functional as F
-from support.attention_cases import attend_to_key_clusters_with_loops, offsets_with_loops
+from support.attention_cases import attend_to_key_clusters_with_loops, residuals_with_loops
 from support.closeness import assert_close_to_reference
 
 import hf_effattn
@@ -65,9 +65,9 @@ def cosine(model, tokens, exact, method, **settings):
     hf_effattn.patch_attention(model, method, min_length=0, **settings)
     patched = embed(model, tokens)
     hf_effattn.unpatch_attention(model)
-    found = (patched * exact).sum(dim=-1)
-    print(f"{len(tokens)} texts, {method} {settings}: mean cosine {found.mean():.5f}, lowest {found.min():.5f}")
-    return found.mean()
+    cosines = (patched * exact).sum(dim=-1)
+    print(f"{len(tokens)} texts, {method} {settings}: mean cosine {cosines.mean():.5f}, lowest {cosines.min():.5f}")
+    return cosines.mean()
 
 
 @pytest.mark.slow_except("bi-clustered-128-*")
@@ -140,8 +140,8 @@ def layers(bert):
     for query, key, value in seen:
         query = query * query.shape[-1] ** -0.5
         labels = cluster_queries(query, CLUSTERS, key=key)
-        offsets, _ = query_residuals(query, labels, CLUSTERS)
-        inputs.append((query, key, value, labels, cluster_queries(key, KEY_CLUSTERS, key=offsets)))
+        residuals, _ = query_residuals(query, labels, CLUSTERS)
+        inputs.append((query, key, value, labels, cluster_queries(key, KEY_CLUSTERS, key=residuals)))
     assert len(inputs) == 6
     return inputs
 
@@ -150,9 +150,9 @@ def by_the_definition(query, key, value, labels, key_labels):
     """One head `(N, D)`, sums written out."""
     head = (query * query.shape[1] ** 0.5).tolist(), key.tolist(), value.tolist(), labels.tolist()
     seen = [True] * LENGTH
-    offsets = offsets_with_loops([(head[0], head[3])], CLUSTERS, seen)
+    residuals = residuals_with_loops([(head[0], head[3])], CLUSTERS, seen)
     counts = CLUSTERS, KEY_CLUSTERS, TOPK
-    rows = attend_to_key_clusters_with_loops(*head, key_labels.tolist(), offsets, *counts, seen, seen)
+    rows = attend_to_key_clusters_with_loops(*head, key_labels.tolist(), residuals, *counts, seen, seen)
     return torch.tensor(rows, dtype=torch.float64)
 
 
@@ -173,15 +173,15 @@ def test_values_are_those_of_the_definition_and_gradients_those_of_the_reference
         results.append((output.detach(), *torch.autograd.grad((output * noise).sum(), leaves)))
     expected = by_the_definition(*(tensor[0, 0] for tensor in (query, key, value, labels, key_labels)))
     assert_close_to_reference("reference", results[0][0][0, 0], expected, rtol=1e-11)
-    for name, one, other in zip("oqkv", *results, strict=True):
-        assert_close_to_reference(name, other, one, rtol=1e-11)
+    for name, wanted, actual in zip("oqkv", *results, strict=True):
+        assert_close_to_reference(name, actual, wanted, rtol=1e-11)
 
 
 def test_a_cluster_for_every_query_is_exact(layers):
-    own = torch.arange(LENGTH).expand(1, 12, -1)
+    labels = torch.arange(LENGTH).expand(1, 12, -1)
     counts = {"clusters": LENGTH, "topk": 1, "key_clusters": KEY_CLUSTERS}
     for query, key, value, _, key_labels in layers:
-        output = bi_clustered_attention(query, key, value, own, key_labels, scale=1.0, **counts)
+        output = bi_clustered_attention(query, key, value, labels, key_labels, scale=1.0, **counts)
         expected = F.scaled_dot_product_attention(query, key, value, scale=1.0)
         assert_close_to_reference("output", output, expected, rtol=1e-12)
 

@@ -242,7 +242,7 @@ def test_loading_and_the_first_forward_say_what_is_wrong(edit: Any, message: str
 OF_THE_MODEL = ({"layers": [10**30]}, {"layers": [7]}, {"causal": True})
 
 
-@pytest.mark.parametrize(("edit", "message"), [one for one in EDITS if one[0] not in OF_THE_MODEL])
+@pytest.mark.parametrize(("edit", "message"), [case for case in EDITS if case[0] not in OF_THE_MODEL])
 def test_a_card_says_what_is_wrong(edit: Any, message: str, saved: Path, tmp_path: Path) -> None:
     config = AutoConfig.from_pretrained(edited(saved, edit, tmp_path))
     with pytest.raises((TypeError, ValueError), match=message):

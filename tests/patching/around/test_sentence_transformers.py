@@ -50,8 +50,8 @@ def made(kind: Any, folder: Any, **options: Any) -> Any:
     return model
 
 
-def equal(found: list[torch.Tensor], expected: list[torch.Tensor]) -> bool:
-    return all(map(torch.equal, found, expected))
+def equal(actual: list[torch.Tensor], expected: list[torch.Tensor]) -> bool:
+    return all(map(torch.equal, actual, expected))
 
 
 def test_encodes_as_the_plain_model_patched_alike(saved: dict[Any, str], attended: list[str]) -> None:
@@ -69,9 +69,9 @@ def test_encodes_as_the_plain_model_patched_alike(saved: dict[Any, str], attende
         hidden = plain(**inputs).last_hidden_state
         mask = inputs["attention_mask"][..., None]
         wanted = modules[2]({"sentence_embedding": (hidden * mask).sum(1) / mask.sum(1)})["sentence_embedding"]
-    found = torch.as_tensor(model.encode(texts()))
+    vectors = torch.as_tensor(model.encode(texts()))
     assert set(attended) == {"bi-clustered"}
-    torch.testing.assert_close(*(torch.nn.functional.normalize(one[:, :8], dim=-1) for one in (found, wanted)))
+    torch.testing.assert_close(*(torch.nn.functional.normalize(rows[:, :8], dim=-1) for rows in (vectors, wanted)))
     hf_effattn.unpatch_attention(model)
     assert not hasattr(inside(model).config, "effattn")
     assert (model.encode(texts()) == exact).all()
@@ -90,11 +90,11 @@ def test_batches_are_of_like_lengths_so_min_length_decides_alike(saved: dict[Any
     exact = model.encode(texts(), convert_to_tensor=True)
     hf_effattn.patch_attention(model, **I_CLUSTERED | {"min_length": 30})
     # 33, 38, 40 words in one batch; 9, 12, 21 in the other
-    found = model.encode(texts(), convert_to_tensor=True, batch_size=3)
+    vectors = model.encode(texts(), convert_to_tensor=True, batch_size=3)
     assert len(attended) == inside(model).config.num_hidden_layers
     for at, length in enumerate(LENGTHS):
-        torch.testing.assert_close(found[at], model.encode(texts()[at], convert_to_tensor=True))
-        assert torch.allclose(found[at], exact[at], atol=1e-6) == (length < 30)
+        torch.testing.assert_close(vectors[at], model.encode(texts()[at], convert_to_tensor=True))
+        assert torch.allclose(vectors[at], exact[at], atol=1e-6) == (length < 30)
 
 
 @pytest.mark.parametrize(
@@ -245,12 +245,12 @@ def test_a_report_takes_texts(kind: Any, saved: dict[Any, str]) -> None:
         inputs, length = list(zip(texts((5, 5)), inputs, strict=True)), 38
     report = hf_effattn.report(model, inputs, [I_CLUSTERED], repeats=0, memory=False)
     assert report.environment["model"] == type(inside(model)).__name__
-    assert [one.length for one in report.inputs] == [length, length - 10]
-    one = hf_effattn.report(model, inputs[0], [I_CLUSTERED], repeats=0, memory=False)
-    assert one.measurements[1].change == report.measurements[1].change
+    assert [measured.length for measured in report.inputs] == [length, length - 10]
+    of_first = hf_effattn.report(model, inputs[0], [I_CLUSTERED], repeats=0, memory=False)
+    assert of_first.measurements[1].change == report.measurements[1].change
     encoded = model.tokenizer(*([inputs[0]] if isinstance(inputs[0], str) else inputs[0]), return_tensors="pt")
     plain = hf_effattn.report(inside(model), encoded, [I_CLUSTERED], repeats=0, memory=False)
-    assert one.measurements[1].change == plain.measurements[1].change
+    assert of_first.measurements[1].change == plain.measurements[1].change
     assert equal(outputs(model), before)
     with pytest.raises(TypeError, match="must be a dict of tensors"):
         hf_effattn.report(model, [1, 2])

@@ -132,14 +132,14 @@ def test_saved_and_loaded(tmp_path: Path) -> None:
 def test_calibration_and_report_measure_an_encoder() -> None:
     model = make_model("gemma3_text")
     settings = {"method": "bi-clustered", **SMALL_SETTINGS["bi-clustered"], "max_predicted_error": None}
-    found = hf_effattn.calibrate(model, batch("left"), 5.0, candidates=[settings], min_length=0)
-    about = found.settings.calibration
+    calibration = hf_effattn.calibrate(model, batch("left"), 5.0, candidates=[settings], min_length=0)
+    about = calibration.settings.calibration
     assert about is not None
     assert about["model"]["bidirectional"]
-    assert "bi-clustered clusters=6 topk=8 key_clusters=7" in str(found)
+    assert "bi-clustered clusters=6 topk=8 key_clusters=7" in str(calibration)
     one_way = make_model("gemma3_text", is_causal=True, use_bidirectional_attention=False)
     with pytest.raises(ValueError, match="in decoders, only in encoders"):
-        hf_effattn.patch_attention(one_way, settings=found)
+        hf_effattn.patch_attention(one_way, settings=calibration)
     report = hf_effattn.report(model, batch("left"), [settings], repeats=0, memory=False)
     assert not report.environment["causal"]
     assert 0 < report.measurements[1].change.hidden_error < 1.2

@@ -162,7 +162,7 @@ def test_where_no_length_was_measured_the_model_stays_exact_and_says_so(
     )
     with pytest.warns(UserWarning, match=f"The patch approximates nothing: {never}") as said:
         assert torch.equal(model(ids).logits, exact)
-    assert {one.filename for one in said} == {__file__}
+    assert {warning.filename for warning in said} == {__file__}
     with pytest.warns(UserWarning, match=f"The patch will do nothing: {never}"):
         patch(model, min_length=None)
     assert lengths == []
@@ -256,8 +256,8 @@ def test_a_window_that_no_input_is_longer_than_is_none(model_type: str, lengths:
     assert torch.equal(actual, without(ids, attention_mask=mask).logits)
     texts = [{"input_ids": ids[:1]}, {"input_ids": ids[1:]}]
     windowed = make_model(model_type, sliding_window=256)
-    found = hf_effattn.calibrate(windowed, texts, max_error=0.9, min_length=0, candidates=TINY)
-    assert "   6 heads: bi-clustered" in str(found)
+    calibration = hf_effattn.calibrate(windowed, texts, max_error=0.9, min_length=0, candidates=TINY)
+    assert "   6 heads: bi-clustered" in str(calibration)
     lengths.clear()
     further = tokens(300, batch=1)  # longer than all that the model is made for: the window cuts
     exact = make_model(model_type, sliding_window=256)
@@ -291,11 +291,11 @@ def test_layers_of_a_hybrid_keep_their_numbers(model_type: str, lengths: list[in
     model(ids)
     assert len(lengths) == 1
     texts = [{"input_ids": ids[:1]}, {"input_ids": ids[1:]}]
-    found = hf_effattn.calibrate(model, texts, max_error=0.9, candidates=TINY, min_length=0)
-    assert f"{3 * model.config.num_key_value_heads:>4} heads: bi-clustered" in str(found)
-    assert "   0 heads: exact" in str(found)
+    calibration = hf_effattn.calibrate(model, texts, max_error=0.9, candidates=TINY, min_length=0)
+    assert f"{3 * model.config.num_key_value_heads:>4} heads: bi-clustered" in str(calibration)
+    assert "   0 heads: exact" in str(calibration)
     lengths.clear()
-    hf_effattn.patch_attention(make_model(model_type), settings=found)(ids)
+    hf_effattn.patch_attention(make_model(model_type), settings=calibration)(ids)
     assert len(lengths) == 3
 
 
@@ -362,10 +362,10 @@ def test_a_graph_that_has_to_serve_packed_texts_says_that_it_is_exact(method: st
     with warnings.catch_warnings(record=True) as caught:
         warnings.simplefilter("always")
         program = torch.export.export(model, (ids,), given)
-    said = [str(one.message) for one in caught if f'"{method}" does not run in it' in str(one.message)]
+    said = [str(warning.message) for warning in caught if f'"{method}" does not run in it' in str(warning.message)]
     torch.testing.assert_close(program.module()(ids, **given).logits, exact)
     assert bool(said) == (method != "exact")
-    assert all("attention_mask=torch.ones_like" in one for one in said)
+    assert all("attention_mask=torch.ones_like" in warning for warning in said)
 
 
 @pytest.mark.slow_except("gpt_oss")

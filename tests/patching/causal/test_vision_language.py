@@ -136,8 +136,8 @@ def test_a_part_is_calibrated_and_patched_alone(model_type: str, lengths: list[i
         {"method": "bi-clustered", **OF_IMAGES, "topk": topk, "max_predicted_error": None} for topk in (2, 8)
     ]
     for texts in (1, 2):
-        found = hf_effattn.calibrate(model, [inputs] * texts, 10.0, candidates=candidates, part=tower_of(model))
-        about = found.settings.calibration
+        calibration = hf_effattn.calibrate(model, [inputs] * texts, 10.0, candidates=candidates, part=tower_of(model))
+        about = calibration.settings.calibration
         assert about is not None
         assert (about["texts"], about["lengths"]) == (2 * texts, [144, 256])  # every image counts
     with pytest.raises(ValueError, match=r"two texts or more, .* got 1;"):
@@ -146,7 +146,7 @@ def test_a_part_is_calibrated_and_patched_alone(model_type: str, lengths: list[i
         )
     lengths.clear()
     seen.clear()
-    hf_effattn.patch_attention(model, settings=found)
+    hf_effattn.patch_attention(model, settings=calibration)
     model(**inputs)
     assert (lengths, seen) == ([], WHOLE.get(model_type, [144, 256] * 2))
 
@@ -164,11 +164,11 @@ def test_a_part_that_the_inputs_do_not_reach() -> None:
 def test_a_report_of_both_parts() -> None:
     model, inputs = make_model("qwen3_vl"), image_and_text("qwen3_vl", 200, **IMAGES)
     methods = [{"method": "bi-clustered", **counts} for counts in (OF_IMAGES, FEW)]
-    found = hf_effattn.report(model, inputs, methods, repeats=1, memory=False)
-    assert next(iter(found.layers.values())) == "model.visual.blocks.0.attn"
-    assert found.inputs[0].encoder_lengths == {"model.visual": 144, "model.language_model": 200}
+    report = hf_effattn.report(model, inputs, methods, repeats=1, memory=False)
+    assert next(iter(report.layers.values())) == "model.visual.blocks.0.attn"
+    assert report.inputs[0].encoder_lengths == {"model.visual": 144, "model.language_model": 200}
     of_parts = [[0, 1], [2, 3, 4]]
-    for measured, layers in zip(found.measurements[1:], of_parts, strict=True):
+    for measured, layers in zip(report.measurements[1:], of_parts, strict=True):
         errors = measured.attention_error
         assert sorted(errors) == [0, 1, 2, 3, 4]
         assert [layer for layer, of_layer in errors.items() if torch.as_tensor(of_layer).max() > 0] == layers
@@ -177,7 +177,7 @@ def test_a_report_of_both_parts() -> None:
 def test_each_part_gets_the_settings_of_its_kind(tmp_path: Path) -> None:
     model = hf_effattn.patch_attention(make_model("qwen3_vl"), "bi-clustered", min_length=0)
     kept = [part(model).config.effattn for part in (tower_of, decoder_of)]
-    assert [(one.get("causal"), one.get("topk"), one.get("exact_keys")) for one in kept] == [
+    assert [(settings.get("causal"), settings.get("topk"), settings.get("exact_keys")) for settings in kept] == [
         (None, 64, None),
         (True, None, 384),
     ]

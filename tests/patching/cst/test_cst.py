@@ -193,10 +193,10 @@ def test_a_deep_copy_has_tables_of_its_own(head: bool) -> None:
     copied = copy.deepcopy(model)
     first_output(copied, tokens()).square().mean().backward()
     with torch.no_grad():
-        for own, others in zip(getattr(copied, NAME).parameters(), getattr(model, NAME).parameters(), strict=True):
-            assert own.grad is not None
-            assert others.grad is None
-            own.zero_()
+        for table, original in zip(getattr(copied, NAME).parameters(), getattr(model, NAME).parameters(), strict=True):
+            assert table.grad is not None
+            assert original.grad is None
+            table.zero_()
     assert torch.equal(first_output(model, tokens()), expected)
     assert not torch.equal(first_output(copied, tokens()), expected)
 
@@ -280,9 +280,9 @@ def test_every_parameter_gets_a_gradient(model_type: str, composition: str) -> N
     model, inputs = task(model_type)
     convert(model, composition=composition, trained=False, extension_ratio=2)
     model(**inputs).loss.backward()
-    found = {name: weight.grad for name, weight in model.named_parameters()}
-    assert all(gradient is not None and gradient.isfinite().all() for gradient in found.values())
-    tables = [gradient for name, gradient in found.items() if NAME in name]
+    gradients = {name: weight.grad for name, weight in model.named_parameters()}
+    assert all(gradient is not None and gradient.isfinite().all() for gradient in gradients.values())
+    tables = [gradient for name, gradient in gradients.items() if NAME in name]
     assert len(tables) == 2
     assert all(gradient.any() for gradient in tables)
 
@@ -320,5 +320,5 @@ def test_autocast_is_close_to_full_precision(model_type: str, composition: str, 
     assert all(weight.grad.isfinite().all() for weight in model.parameters())
     valid = inputs["attention_mask"].bool() if model_type == "gpt2" else slice(None)
     exact = model.double()(**inputs).logits.detach()
-    found, rounding = output.logits.detach().double(), torch.finfo(dtype).eps
-    assert_close_to_reference("logits", found[valid], exact[valid], rtol=4 * rounding)
+    logits, rounding = output.logits.detach().double(), torch.finfo(dtype).eps
+    assert_close_to_reference("logits", logits[valid], exact[valid], rtol=4 * rounding)

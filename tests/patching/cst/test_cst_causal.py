@@ -76,8 +76,8 @@ def test_min_length_counts_the_same_tokens_over_every_cache() -> None:
     options |= {"return_dict_in_generate": True, "output_logits": True, "attention_mask": left_padded(20)}
     dynamic = model.generate(tokens(20), **options).logits
     static = model.generate(tokens(20), cache_implementation="static", disable_compile=True, **options).logits
-    for one, other in zip(static, dynamic, strict=True):
-        assert_close_to_reference("logits", one, other, rtol=1e-12)
+    for actual, wanted in zip(static, dynamic, strict=True):
+        assert_close_to_reference("logits", actual, wanted, rtol=1e-12)
 
 
 @torch.no_grad()

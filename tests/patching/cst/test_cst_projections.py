@@ -28,11 +28,11 @@ from hf_effattn.patching.model_types.stacks import find_stacks
 
 def linear_layers(model: nn.Module) -> dict[str, nn.Module]:
     """The linear layers of all attention modules, by their names."""
-    found = {}
+    layers_of = {}
     for index, module in enumerate(find_stacks(model)[0].modules):
         layers = {name: part for name, part in module.named_modules() if isinstance(part, (nn.Linear, Conv1D))}
-        found |= {f"{index}.{name}": part for name, part in layers.items()}
-    return found
+        layers_of |= {f"{index}.{name}": part for name, part in layers.items()}
+    return layers_of
 
 
 @pytest.mark.parametrize("model_type", CONVERTED)
@@ -293,16 +293,16 @@ def test_a_wrapper_of_the_tables_is_kept_put_back_and_taken_away(monkeypatch: py
 
 def position_terms(model: Any, monkeypatch: pytest.MonkeyPatch) -> list[Any]:
     """What each layer adds to queries and to keys, `(H, R, D)`."""
-    found, attend = [], CompositeSlices.attend
+    terms, attend = [], CompositeSlices.attend
 
     def watched(self: Any, query: Any, key: Any, value: Any, options: Any, *groups: Any) -> torch.Tensor:
-        found.append(options.positions)
+        terms.append(options.positions)
         return attend(self, query, key, value, options, *groups)
 
     with monkeypatch.context() as patched:
         patched.setattr(CompositeSlices, "attend", watched)
         first_output(model, tokens())
-    return found
+    return terms
 
 
 @torch.no_grad()
@@ -315,8 +315,8 @@ def test_positions_keep_their_precision_beside_a_large_bias(monkeypatch: pytest.
     for projection in (module.query, module.key):
         projection.bias.copy_(torch.randn(32, generator=generator))
     rows = torch.cat([getattr(model, NAME).token_positions, getattr(model, NAME).slice_positions[:7]])
-    found = position_terms(model, monkeypatch)[0]
-    for projection, actual in zip((module.query, module.key), found, strict=True):
+    terms = position_terms(model, monkeypatch)[0]
+    for projection, actual in zip((module.query, module.key), terms, strict=True):
         reference = rows.double() @ projection.weight.double().T
         rounded = rows @ projection.weight.T
         assert_close_to_reference("term", actual.transpose(0, 1).flatten(1), reference, baseline=rounded)

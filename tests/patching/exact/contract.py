@@ -32,14 +32,14 @@ class Near:
     of_each: float = 0.0
     of_all: float = 0.0
 
-    def check(self, found: Tensors, expected: Tensors) -> None:
-        given, wanted = (one if isinstance(one, Mapping) else dict(enumerate(one)) for one in (found, expected))
+    def check(self, actual: Tensors, expected: Tensors) -> None:
+        given, wanted = (out if isinstance(out, Mapping) else dict(enumerate(out)) for out in (actual, expected))
         assert given.keys() == wanted.keys()
-        largest = max(one.abs().max().item() for one in wanted.values())
-        for name, one in wanted.items():
-            atol = self.atol + self.of_each * one.abs().max().item() + self.of_all * largest
+        largest = max(tensor.abs().max().item() for tensor in wanted.values())
+        for name, tensor in wanted.items():
+            atol = self.atol + self.of_each * tensor.abs().max().item() + self.of_all * largest
             torch.testing.assert_close(
-                given[name], one, rtol=self.rtol, atol=atol, msg=lambda said, at=name: f"{at}: {said}"
+                given[name], tensor, rtol=self.rtol, atol=atol, msg=lambda said, at=name: f"{at}: {said}"
             )
 
 
@@ -175,7 +175,7 @@ class Kind:
         model.zero_grad()
         last = self.encode(model, inputs)[-1]
         (last * torch.linspace(-1, 1, last.shape[-1], dtype=last.dtype)).sum().backward()
-        return {name: one.grad.clone() for name, one in model.named_parameters() if one.grad is not None}
+        return {name: weight.grad.clone() for name, weight in model.named_parameters() if weight.grad is not None}
 
 
 def classes_of_ours(model: Any) -> set[type]:
@@ -199,7 +199,7 @@ def logits_of_seen(model: Any, inputs: dict[str, torch.Tensor]) -> tuple[torch.T
 
 
 def write_by_beams(model: Any, inputs: dict[str, torch.Tensor]) -> torch.Tensor:
-    given = {name: one for name, one in inputs.items() if name != "decoder_input_ids"}
+    given = {name: tensor for name, tensor in inputs.items() if name != "decoder_input_ids"}
     return model.generate(**given, do_sample=False, max_new_tokens=8, num_beams=2)
 
 
@@ -218,7 +218,7 @@ def with_large_weights(model: Any, std: float, **stds: float) -> Any:
     """The model in eval mode, with matrices that are large enough to matter: of `std`, or of the part of the name."""
     for name, weight in model.named_parameters():
         if weight.ndim > 1 and "parametrizations" not in name:
-            torch.nn.init.normal_(weight, std=next((own for part, own in stds.items() if part in name), std))
+            torch.nn.init.normal_(weight, std=next((sd for part, sd in stds.items() if part in name), std))
     return model.eval()
 
 
@@ -263,21 +263,21 @@ def check_against(
     draw = torch.Generator().manual_seed(sizes[0][2])
     given = [torch.randn(size, dtype=torch.float64, generator=draw).to(dtype) for size in sizes]
     with torch.no_grad():
-        of_output = definition(*(one.double() for one in given)).shape
+        of_output = definition(*(tensor.double() for tensor in given)).shape
     weights = torch.randn(of_output, dtype=torch.float64, generator=draw)
 
     def with_gradients(attend: Callable[..., torch.Tensor], inputs: list[torch.Tensor]) -> list[torch.Tensor]:
-        leaves = [one.requires_grad_() for one in inputs[: len(inputs) - constants]]
+        leaves = [tensor.requires_grad_() for tensor in inputs[: len(inputs) - constants]]
         output = attend(*inputs)
         return [output, *torch.autograd.grad((output * weights).sum(), leaves)]
 
-    found = with_gradients(attend, given)
-    assert found[0].dtype == dtype
+    passes = with_gradients(attend, given)
+    assert passes[0].dtype == dtype
     with torch.no_grad():
         others = [way(*given) for way in (attend, *also)]
-    expected = with_gradients(definition, [one.detach().double() for one in given])
-    for one, other in zip([*others, *found], [expected[0]] * len(others) + expected, strict=True):
-        assert (one - other).norm() <= BOUNDS[dtype] * max(1.0, other.norm().item())
+    expected = with_gradients(definition, [tensor.detach().double() for tensor in given])
+    for tensor, other in zip([*others, *passes], [expected[0]] * len(others) + expected, strict=True):
+        assert (tensor - other).norm() <= BOUNDS[dtype] * max(1.0, other.norm().item())
 
 
 def check_recomputed_dropout(

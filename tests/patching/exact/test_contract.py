@@ -232,8 +232,8 @@ def test_a_trace_is_of_transformers_code(kind: Kind) -> None:
     inputs = kind.inputs()
     model = hf_effattn.patch_attention(kind.part(kind.make()), METHOD)
     expected = model(**inputs)
-    found = torch.jit.trace(model, tuple(inputs.values()), strict=False, check_trace=False)(*inputs.values())
-    last = found["last_hidden_state"] if isinstance(found, dict) else found[0]
+    output = torch.jit.trace(model, tuple(inputs.values()), strict=False, check_trace=False)(*inputs.values())
+    last = output["last_hidden_state"] if isinstance(output, dict) else output[0]
     seen = kind.traced(expected, inputs)
     kind.near.check([last[seen]], [expected[0][seen]])
 
@@ -252,8 +252,8 @@ def test_a_compiled_model_gives_the_same(kind: Kind) -> None:
         near = kind.near if slopes else EQUAL
         near.check(kind.encode(model, inputs), expected)
     if slopes:
-        found = kind.gradients(model, inputs)  # the compiler has some, of 0, of what nothing reads
-        kind.slopes.check({name: found[name] for name in slopes}, slopes)
+        gradients = kind.gradients(model, inputs)  # the compiler has some, of 0, of what nothing reads
+        kind.slopes.check({name: gradients[name] for name in slopes}, slopes)
 
 
 @pytest.mark.usefixtures("constants")
@@ -286,11 +286,11 @@ def test_a_report_compares_the_patched_model_with_transformers_own(kind: Kind) -
     with torch.no_grad():
         exact = kind.encode(model, inputs)
     for patched in (False, True):
-        found = hf_effattn.report(model, inputs, repeats=0, progress=False)
-        assert baseline in (None, found.environment["baseline"])
-        (measured,) = found.inputs
+        report = hf_effattn.report(model, inputs, repeats=0, progress=False)
+        assert baseline in (None, report.environment["baseline"])
+        (measured,) = report.inputs
         assert (measured.batch_size, measured.length, measured.valid_tokens) == (texts, length, len(exact[-1]))
-        (ours,) = found.measurements[1:]
+        (ours,) = report.measurements[1:]
         assert ours.method == METHOD
         assert 0 < ours.change.hidden_error < 1e-5
         assert all(error < 1e-5 for error in ours.change.logits_error.values())

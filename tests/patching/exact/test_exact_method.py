@@ -76,7 +76,7 @@ def test_switched_on_and_saved_it_warns_of_nothing(tmp_path: Path, in_blocks: li
     expected = output(model)
     loaded = hf_effattn.from_pretrained(AutoModel, tmp_path).eval()
     by_transformers = AutoModel.from_pretrained(tmp_path, attn_implementation=METHOD).eval()
-    assert all(torch.equal(output(one), expected) for one in (loaded, by_transformers))
+    assert all(torch.equal(output(patched), expected) for patched in (loaded, by_transformers))
     assert len(in_blocks) == 4
     card = str(model_card(loaded))
     assert "Outputs differ from the exact model's by rounding." in card
@@ -86,10 +86,10 @@ def test_switched_on_and_saved_it_warns_of_nothing(tmp_path: Path, in_blocks: li
 
 def test_reports_of_models_with_windows_have_it() -> None:
     report = hf_effattn.report(tiny_model("modernbert"), tokens(), repeats=1, memory=False)
-    (found,) = report.of(METHOD)
-    assert found.change.hidden_error is not None
-    assert found.change.hidden_error < 1e-5
-    assert {error for heads in found.attention_error.values() for error in heads} == {0.0}
+    (measured,) = report.of(METHOD)
+    assert measured.change.hidden_error is not None
+    assert measured.change.hidden_error < 1e-5
+    assert {error for heads in measured.attention_error.values() for error in heads} == {0.0}
     assert "exact: nothing is approximated; the last hidden state is off by" in str(report)
     # Of clusters so many on texts so short no method is as near.
     assert report.fastest_within(1e-5) == METHOD

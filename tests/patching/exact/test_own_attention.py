@@ -89,15 +89,15 @@ def encoded(model: Any, inputs: dict[str, torch.Tensor]) -> tuple[torch.Tensor, 
     states = list(model.get_encoder()(**inputs, output_hidden_states=True).hidden_states)
     if isinstance(states[-1], tuple):  # Pegasus-X tells its global tokens beside its last states, and pads the others
         states[-1:] = states[-1]
-        states = [one[:, : inputs["input_ids"].shape[1]] for one in states]
+        states = [state[:, : inputs["input_ids"].shape[1]] for state in states]
     return (*states, states[LAYERS][inputs["attention_mask"].bool()])
 
 
 def weigh(model: Any) -> list[torch.Tensor]:
     """Those of global tokens beside the others."""
-    found = model.get_encoder()(**inputs_of(), output_attentions=True).attentions
-    assert len(found) == LAYERS
-    return [part for one in found for part in (one.values() if isinstance(one, dict) else [one])]
+    weights = model.get_encoder()(**inputs_of(), output_attentions=True).attentions
+    assert len(weights) == LAYERS
+    return [part for layer in weights for part in (layer.values() if isinstance(layer, dict) else [layer])]
 
 
 TRAINED: dict[str, Any] = {"retrained": Near(rtol=1e-4, atol=1e-5), "drops": True, "low_precision": 1.1}
@@ -296,10 +296,10 @@ def test_dropout(global_tokens: str) -> None:
     chosen = inputs["global_attention_mask"][:1, :64].bool()
     states = torch.randn(1, 64, 32, generator=torch.Generator().manual_seed(2)).expand(800, -1, -1)
     masked = torch.zeros(800, 64, dtype=torch.bool)
-    asked = {"is_index_masked": masked, "is_index_global_attn": chosen.expand(800, -1), "is_global_attn": True}
+    arguments = {"is_index_masked": masked, "is_index_global_attn": chosen.expand(800, -1), "is_global_attn": True}
     with torch.no_grad():
-        (exact,) = layer.eval()(states, **asked)
-        (dropped,) = layer.train()(states, **asked)
+        (exact,) = layer.eval()(states, **arguments)
+        (dropped,) = layer.train()(states, **arguments)
     spread = dropped.std(dim=0)
     assert spread.min() > 0
     off = (dropped.mean(dim=0) - exact[0]) / (spread / 800**0.5)
@@ -308,7 +308,7 @@ def test_dropout(global_tokens: str) -> None:
     exactly = hf_effattn.unpatch_attention(model).encoder.layer[0].attention.self.train()
     mask = torch.where(chosen, 10_000.0, 0.0).expand(800, -1)
     with torch.no_grad():
-        expected = exactly(states, attention_mask=mask, **asked)[0].std(dim=0)
+        expected = exactly(states, attention_mask=mask, **arguments)[0].std(dim=0)
     torch.testing.assert_close(spread, expected, rtol=0.2, atol=1e-3)
 
 

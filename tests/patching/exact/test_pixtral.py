@@ -56,7 +56,7 @@ def images(count: int = len(SIZES)) -> dict[str, torch.Tensor]:
 GROUPS = {
     "one group": (4096, [PATCHES]),
     "three groups": (70, [[48, 16], [8], [64, 6]]),
-    "one each": (1, [[one] for one in PATCHES]),
+    "one each": (1, [[image] for image in PATCHES]),
 }
 
 
@@ -83,9 +83,9 @@ def masks(monkeypatch: pytest.MonkeyPatch) -> list[list[int]]:
 
 
 def encoded(model: Any, inputs: dict[str, torch.Tensor]) -> tuple[torch.Tensor, ...]:
-    found = model(**inputs, output_hidden_states=True)
-    assert len(found.hidden_states) == model.config.num_hidden_layers + 1
-    return (*found.hidden_states, found.last_hidden_state)
+    output = model(**inputs, output_hidden_states=True)
+    assert len(output.hidden_states) == model.config.num_hidden_layers + 1
+    return (*output.hidden_states, output.last_hidden_state)
 
 
 def query_and_mask(query: torch.Tensor, *_: torch.Tensor, attn_mask: Any = None, **__: Any) -> tuple[int, bool]:
@@ -99,9 +99,9 @@ def check_images(calls: list[tuple[int, bool]], _: Any) -> None:
 
 def weigh(model: Any) -> list[torch.Tensor]:
     """Those of each image along the diagonal."""
-    found = model(**images(), output_attentions=True).attentions
-    assert len(found) == LAYERS
-    return found
+    weights = model(**images(), output_attentions=True).attentions
+    assert len(weights) == LAYERS
+    return weights
 
 
 ONCE: dict[str, Any] = {"auto": AutoModel, "low_precision": 1.1, "compiled": "eager"}
@@ -143,11 +143,11 @@ def test_each_group_has_a_mask_and_outputs_are_transformers(
     assert (masks, calls) == ([PATCHES], [(142, True)] * LAYERS)
     masks.clear()
     hf_effattn.patch_attention(model, METHOD)
-    found = model(**inputs)
+    output = model(**inputs)
     assert masks == groups
-    assert type(found) is type(exact)
+    assert type(output) is type(exact)
     (last,) = model(**inputs, return_dict=False)
-    assert torch.equal(last, found.last_hidden_state)
+    assert torch.equal(last, output.last_hidden_state)
 
 
 @torch.no_grad()
@@ -181,8 +181,8 @@ def test_the_switch_of_transformers_keeps_its_mask(masks: list[list[int]]) -> No
     assert masks == [PATCHES] * 2
     hf_effattn.patch_attention(model, "bi-clustered", **FEW)
     approximate = model(**inputs).last_hidden_state
-    for own in ("sdpa", "eager"):  # of a patched model, whose class stays
-        model.set_attn_implementation(own)
+    for name in ("sdpa", "eager"):  # of a patched model, whose class stays
+        model.set_attn_implementation(name)
         assert_close(model(**inputs).last_hidden_state, exact)
     model.set_attn_implementation("bi-clustered")
     assert torch.equal(model(**inputs).last_hidden_state, approximate)
@@ -194,9 +194,9 @@ def test_a_report_measures_the_first_image(masks: list[list[int]]) -> None:
     model, inputs = make_tower(), images()
     before = model(**inputs).last_hidden_state
     masks.clear()
-    found = hf_effattn.report(model, inputs, [METHOD, {"method": "bi-clustered", **FEW}], repeats=1, progress=False)
-    assert found.inputs[0].length == PATCHES[0]
-    exactly, approximately = found.measurements[1:]
+    report = hf_effattn.report(model, inputs, [METHOD, {"method": "bi-clustered", **FEW}], repeats=1, progress=False)
+    assert report.inputs[0].length == PATCHES[0]
+    exactly, approximately = report.measurements[1:]
     assert max(max(errors) for errors in exactly.attention_error.values()) < 1e-5
     assert all(1e-3 < max(errors) < 1 for errors in approximately.attention_error.values())
     assert exactly.change.hidden_error < 1e-5 < approximately.change.hidden_error

@@ -113,9 +113,9 @@ def decoded(model: Any, inputs: dict[str, torch.Tensor]) -> tuple[torch.Tensor, 
 
 def weigh(model: Any) -> list[torch.Tensor]:
     inputs = inputs_of()
-    found = encoder_of(model)(**inputs, output_attentions=True)
-    assert len(found.attentions) == LAYERS
-    return [*found.attentions, found.last_hidden_state[inputs["attention_mask"].bool()]]
+    output = encoder_of(model)(**inputs, output_attentions=True)
+    assert len(output.attentions) == LAYERS
+    return [*output.attentions, output.last_hidden_state[inputs["attention_mask"].bool()]]
 
 
 def check_views(calls: list[torch.Tensor], inputs: dict[str, torch.Tensor]) -> None:
@@ -227,9 +227,9 @@ def test_rows_of_a_mask_may_differ() -> None:
     called = encoder_of(model)
     exact = called(inputs["input_ids"], attention_mask=mask.expand(3, -1, -1, -1))[0]
     hf_effattn.patch_attention(model, METHOD)
-    found = called(inputs["input_ids"], attention_mask=mask.expand(3, -1, -1, -1))[0]
-    torch.testing.assert_close(found, exact, rtol=0, atol=5e-5)
-    assert not torch.allclose(found[:, 0], called(inputs["input_ids"])[0][:, 0], atol=1e-2)
+    actual = called(inputs["input_ids"], attention_mask=mask.expand(3, -1, -1, -1))[0]
+    torch.testing.assert_close(actual, exact, rtol=0, atol=5e-5)
+    assert not torch.allclose(actual[:, 0], called(inputs["input_ids"])[0][:, 0], atol=1e-2)
 
 
 def one_layer(kind: str) -> Any:
@@ -400,9 +400,9 @@ def test_matrices_of_a_mask_or_of_distances_are_run_by_transformers_code() -> No
     earlier = torch.ones(150, 150).tril()[None]
     matrix = torch.randint(-8, 8, (1, 150, 150), generator=torch.Generator().manual_seed(2))
     given: list[tuple[Any, ...]] = [(earlier,), (torch.ones(3, 150), True, False, None, matrix)]
-    exact = [model.encoder(states, *one)[0] for one in given]
+    exact = [model.encoder(states, *args)[0] for args in given]
     hf_effattn.patch_attention(model, METHOD)
-    assert all(torch.equal(model.encoder(states, *one)[0], other) for one, other in zip(given, exact, strict=True))
+    assert all(torch.equal(model.encoder(states, *args)[0], other) for args, other in zip(given, exact, strict=True))
     assert not torch.allclose(exact[0][:, 0], model.encoder(states, torch.ones(3, 150))[0][:, 0], atol=1e-2)
 
 

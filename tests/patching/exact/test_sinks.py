@@ -65,8 +65,8 @@ def test_exact_attention_and_its_gradients(masks: bool) -> None:
     torch.testing.assert_close(actual.transpose(1, 2)[rows], expected.transpose(1, 2)[rows])
     weight = torch.randn(expected.shape, generator=torch.Generator().manual_seed(1)).double() * rows[:, None, :, None]
     ours, theirs = (torch.autograd.grad((output * weight).sum(), leaves) for output in (actual, expected))
-    for one, other in zip(ours, theirs, strict=True):
-        torch.testing.assert_close(one, other)
+    for actual, wanted in zip(ours, theirs, strict=True):
+        torch.testing.assert_close(actual, wanted)
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=str)
@@ -87,7 +87,7 @@ def test_a_sink_of_minus_infinity_is_none(dtype: torch.dtype) -> None:
     query, key, value, sinks = drawn(dtype=dtype)
     none = torch.full_like(sinks, -torch.inf)
     options: dict[str, Any] = {"scale": None, "dropout_p": 0.0, "causal": True}
-    plain, actual = (exact_attention(query, key, value, None, **options, sinks=one) for one in (None, none))
+    plain, actual = (exact_attention(query, key, value, None, **options, sinks=sink) for sink in (None, none))
     close = 2 * torch.finfo(dtype).eps  # rows are wider, and their products sums of other parts
     torch.testing.assert_close(actual, plain, rtol=close, atol=close)
 
@@ -106,11 +106,11 @@ def test_weights() -> None:
 @torch.no_grad()
 def test_generation_is_eager_generation_where_the_patch_is_exact(model_type: str) -> None:
     model = make_sinking(model_type)
-    asked = {"attention_mask": left_padded(), "do_sample": False, "max_new_tokens": 5, "pad_token_id": 1}
-    expected = model.generate(tokens(), **asked)
+    options = {"attention_mask": left_padded(), "do_sample": False, "max_new_tokens": 5, "pad_token_id": 1}
+    expected = model.generate(tokens(), **options)
     hf_effattn.patch_attention(model, "exact")
-    assert torch.equal(model.generate(tokens(), **asked), expected)
-    assert torch.equal(model.generate(tokens(), **asked, cache_implementation="static"), expected)
+    assert torch.equal(model.generate(tokens(), **options), expected)
+    assert torch.equal(model.generate(tokens(), **options, cache_implementation="static"), expected)
     cache = DynamicCache(config=model.config)
     model(tokens()[:, :40], past_key_values=cache)
     chunk = model(tokens()[:, 40:], past_key_values=cache).logits
@@ -126,27 +126,27 @@ def test_attention_weights_of_exact_attention(model_type: str) -> None:
     expected = model(tokens(), output_attentions=True).attentions
     hf_effattn.patch_attention(model, "exact")
     actual = model(tokens(), output_attentions=True).attentions
-    for layer, (one, other) in enumerate(zip(actual, expected, strict=True)):
+    for layer, (weights, other) in enumerate(zip(actual, expected, strict=True)):
         if model_type.startswith("granite"):  # which return them as they are without sinks
-            sums, of_others = one.sum(dim=3), other.sum(dim=3)
+            sums, of_others = weights.sum(dim=3), other.sum(dim=3)
             assert (sums < of_others + 1e-5).all()
             assert (sums < of_others - 1e-3).any()
         else:
-            torch.testing.assert_close(one, other, rtol=0, atol=1e-5, msg=f"layer {layer}")
+            torch.testing.assert_close(weights, other, rtol=0, atol=1e-5, msg=f"layer {layer}")
 
 
 def test_training_reaches_the_sinks() -> None:
     """With a window over all the method attends as eager attention does, and its gradients are those."""
-    found = {}
+    gradients = {}
     for name in ("eager", "patched"):
         model = make_sinking().double()
         if name == "patched":
             hf_effattn.patch_attention(model, "bi-clustered", **SMALL | {"window": 52, "exact_keys": 60})
         model.train()(tokens(), labels=tokens(), attention_mask=left_padded()).loss.backward()
-        found[name] = {key: value.grad for key, value in model.named_parameters() if value.grad is not None}
-    assert sum(key.endswith("sinks") for key in found["patched"]) == 3
-    for key, expected in found["eager"].items():
-        torch.testing.assert_close(found["patched"][key], expected, rtol=1e-9, atol=1e-12, msg=key)
+        gradients[name] = {key: value.grad for key, value in model.named_parameters() if value.grad is not None}
+    assert sum(key.endswith("sinks") for key in gradients["patched"]) == 3
+    for key, expected in gradients["eager"].items():
+        torch.testing.assert_close(gradients["patched"][key], expected, rtol=1e-9, atol=1e-12, msg=key)
 
 
 @pytest.mark.parametrize("threads", [1, 3])
@@ -174,14 +174,14 @@ def test_every_head_has_its_own_sink(threads: int, on_threads: Callable[[int], N
 def test_a_tolerance_measures_beside_the_sinks() -> None:
     query, key, value, sinks = drawn(400)
     expected = exact(query, key, value, None, sinks)
-    asked: dict[str, Any] = {"causal": True, "sinks": sinks, "module": torch.nn.Module().eval()}
+    options: dict[str, Any] = {"causal": True, "sinks": sinks, "module": torch.nn.Module().eval()}
     method = make_method("bi-clustered", causal=True, **SMALL, tolerance=1e-3)
-    output = method.run(query, key, value, **asked)
-    measured = hf_effattn.patching.measured.last_measured(asked["module"])
+    output = method.run(query, key, value, **options)
+    measured = hf_effattn.patching.measured.last_measured(options["module"])
     assert measured is not None
     assert measured.exact.all()
     torch.testing.assert_close(output, expected)
-    plain = make_method("bi-clustered", causal=True, **SMALL).run(query, key, value, **asked)
+    plain = make_method("bi-clustered", causal=True, **SMALL).run(query, key, value, **options)
     true = ((plain - expected).square().sum(dim=(2, 3)) / expected.square().sum(dim=(2, 3))).sqrt()
     assert ((measured.error / true > 0.5) & (measured.error / true < 2)).all()
 
@@ -191,24 +191,24 @@ def test_calibration_and_reports_compare_with_sinks() -> None:
     model = make_sinking(**WINDOWED)
     seen: list[SeenAttention] = []
 
-    def look(one: SeenAttention) -> torch.Tensor:
-        seen.append(one)
-        return one.exact()
+    def look(qkv: SeenAttention) -> torch.Tensor:
+        seen.append(qkv)
+        return qkv.exact()
 
     expected = model(tokens()).logits
     with recording(Measured.of(model), look):
         torch.testing.assert_close(model(tokens()).logits, expected, rtol=0, atol=5e-5)
-    assert [one.layer for one in seen] == [0, 2]
+    assert [qkv.layer for qkv in seen] == [0, 2]
     wide = make_method("bi-clustered", causal=True, **SMALL | {"window": 52, "exact_keys": 60})
-    for one in seen:
-        assert one.sinks is model.model.layers[one.layer].self_attn.sinks
-        by_hand = exact(one.query, one.key, one.value, None, one.sinks)
-        torch.testing.assert_close(one.exact().transpose(1, 2), by_hand, rtol=0, atol=1e-5)
-        torch.testing.assert_close(wide.run(one.query, one.key, one.value, **one.options), by_hand, rtol=0, atol=1e-5)
+    for qkv in seen:
+        assert qkv.sinks is model.model.layers[qkv.layer].self_attn.sinks
+        by_hand = exact(qkv.query, qkv.key, qkv.value, None, qkv.sinks)
+        torch.testing.assert_close(qkv.exact().transpose(1, 2), by_hand, rtol=0, atol=1e-5)
+        torch.testing.assert_close(wide.run(qkv.query, qkv.key, qkv.value, **qkv.options), by_hand, rtol=0, atol=1e-5)
     texts = [{"input_ids": tokens()[:1]}, {"input_ids": tokens()[1:]}]
-    found = hf_effattn.calibrate(model, texts, max_error=0.2, candidates=CANDIDATES)
+    calibration = hf_effattn.calibrate(model, texts, max_error=0.2, candidates=CANDIDATES)
     assert model.config._attn_implementation == "eager"
-    hf_effattn.patch_attention(model, settings=found)
+    hf_effattn.patch_attention(model, settings=calibration)
     assert model.config._attn_implementation == "per-head"
     assert not torch.equal(model(tokens()).logits, expected)
 
@@ -251,11 +251,11 @@ def two_texts(padding: str | None = "right", length: int = 300) -> dict[str, tor
 
 def weigh_privacy_filter(model: Any) -> list[torch.Tensor]:
     """Those of short texts, too; of rows of tokens that are no padding."""
-    found = []
+    weighed = []
     for inputs in (two_texts("right", 120), two_texts("right")):
         output, real = model(**inputs, output_attentions=True), inputs["attention_mask"].bool()
-        found += [output.logits[real], *(weights.transpose(1, 2)[real] for weights in output.attentions)]
-    return found
+        weighed += [output.logits[real], *(weights.transpose(1, 2)[real] for weights in output.attentions)]
+    return weighed
 
 
 def check_two_windows(calls: list[torch.Tensor], _: Any) -> None:
@@ -305,6 +305,6 @@ def test_autocast_runs_it_in_blocks(in_blocks: list[torch.Size]) -> None:
     model, inputs = hf_effattn.patch_attention(make_privacy_filter(), METHOD).train(), two_texts()
     (expected,) = logits_of_seen(model, inputs)
     with torch.autocast("cpu", dtype=torch.bfloat16):
-        (found,) = logits_of_seen(model, inputs)
-    assert (found - expected).norm() < 0.05 * expected.norm()
+        (logits,) = logits_of_seen(model, inputs)
+    assert (logits - expected).norm() < 0.05 * expected.norm()
     assert len(in_blocks) == 4

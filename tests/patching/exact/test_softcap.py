@@ -60,11 +60,11 @@ def check_rows(calls: list[tuple[int, int]], inputs: dict[str, torch.Tensor]) ->
 
 def weigh(model: Any) -> list[torch.Tensor]:
     """Those of rows of tokens that are no padding."""
-    found = []
+    weighed = []
     for inputs in (inputs_of(250), inputs_of(250, padded=True)):
         real = inputs.get("attention_mask", torch.ones(2, 250)).bool()[:, None, :, None]
-        found += [weights * real for weights in model(**inputs, output_attentions=True).attentions]
-    return found
+        weighed += [weights * real for weights in model(**inputs, output_attentions=True).attentions]
+    return weighed
 
 
 def kinds_of(model_type: str) -> list[Kind]:
@@ -136,7 +136,7 @@ def masks() -> dict[str, tuple[torch.Tensor | None, torch.Tensor | None, bool]]:
     by_head |= torch.eye(40, dtype=torch.bool)
     one_row, least = padding[:, None, None], torch.finfo(torch.float64).min
     square = torch.ones(40, 40, dtype=torch.bool)
-    found: dict[str, tuple[torch.Tensor | None, torch.Tensor | None, bool]] = {
+    cases: dict[str, tuple[torch.Tensor | None, torch.Tensor | None, bool]] = {
         "none": (None, None, False),
         "causal": (None, square.tril(), True),
         "keys": (padding, padding[:, None, None], False),
@@ -156,24 +156,24 @@ def masks() -> dict[str, tuple[torch.Tensor | None, torch.Tensor | None, bool]]:
             return (key >= query - window.before) & (key <= query + window.after)
 
         given = seen_in_blocks(window, sees, None, batch_size=2, length=40, device="cpu", block=16)
-        found[name] = (given, dense_mask(given, 40, causal=causal), causal)
-    return found
+        cases[name] = (given, dense_mask(given, 40, causal=causal), causal)
+    return cases
 
 
 @pytest.mark.parametrize("mask", masks())
 def test_values_gradients_and_weights(mask: str, rows: int, attended: list[tuple[int, int]]) -> None:
     given, seen, causal = masks()[mask]
     leaves = [tensor.requires_grad_() for tensor in drawn(width=6)]
-    asked: dict[str, Any] = {"softcap": 2.0, "scale": None, "dropout": 0.0, "causal": causal}
+    options: dict[str, Any] = {"softcap": 2.0, "scale": None, "dropout": 0.0, "causal": causal}
     expected = by_definition(*leaves, seen, 2.0)
-    actual = attend_with_softcap(*leaves, given, **asked)
+    actual = attend_with_softcap(*leaves, given, **options)
     torch.testing.assert_close(actual, expected)
     weight = torch.randn(expected.shape, generator=torch.Generator().manual_seed(1)).double()
     ours, theirs = (torch.autograd.grad((output * weight).sum(), leaves) for output in (actual, expected))
-    for one, other in zip(ours, theirs, strict=True):
-        torch.testing.assert_close(one, other)
+    for gradient, wanted in zip(ours, theirs, strict=True):
+        torch.testing.assert_close(gradient, wanted)
     with torch.no_grad():
-        torch.testing.assert_close(attend_with_softcap(*leaves, given, **asked), expected)
+        torch.testing.assert_close(attend_with_softcap(*leaves, given, **options), expected)
     # What no row of a block sees is not computed.
     if rows == 7 and (causal or "window" in mask):
         widest = {"causal": 40, "keys, causal": 40, "window": 12, "window, both sides": 17}[mask]
@@ -188,32 +188,32 @@ def test_values_gradients_and_weights(mask: str, rows: int, attended: list[tuple
 def test_backward_through_vmap() -> None:
     """Scores within `vmap` say that they need no gradient, and were changed in place."""
     leaves = [tensor.requires_grad_() for tensor in drawn()]
-    asked: dict[str, Any] = {"softcap": 2.0, "scale": None, "dropout": 0.0, "causal": True}
+    options: dict[str, Any] = {"softcap": 2.0, "scale": None, "dropout": 0.0, "causal": True}
 
     def attended(*given: torch.Tensor) -> torch.Tensor:
-        return attend_with_softcap(*given, None, **asked)
+        return attend_with_softcap(*given, None, **options)
 
-    together = torch.func.vmap(lambda *one: attended(*(part[None] for part in one))[0])(*leaves)
-    found, expected = (torch.autograd.grad(each.square().sum(), leaves) for each in (together, attended(*leaves)))
-    torch.testing.assert_close(found, expected)
+    together = torch.func.vmap(lambda *tensors: attended(*(part[None] for part in tensors))[0])(*leaves)
+    actual, expected = (torch.autograd.grad(each.square().sum(), leaves) for each in (together, attended(*leaves)))
+    torch.testing.assert_close(actual, expected)
 
 
 def test_keys_of_another_text() -> None:
     """Cross-attention, and one token over a cache."""
     query, key, value = drawn(keys=23)
-    asked: dict[str, Any] = {"softcap": 2.0, "scale": 0.5, "dropout": 0.0, "causal": False}
+    options: dict[str, Any] = {"softcap": 2.0, "scale": 0.5, "dropout": 0.0, "causal": False}
     expected = by_definition(query * 0.5 * 8**0.5, key, value, None, 2.0)
-    torch.testing.assert_close(attend_with_softcap(query, key, value, None, **asked), expected)
-    torch.testing.assert_close(attend_with_softcap(query[:, :, :1], key, value, None, **asked), expected[:, :1])
+    torch.testing.assert_close(attend_with_softcap(query, key, value, None, **options), expected)
+    torch.testing.assert_close(attend_with_softcap(query[:, :, :1], key, value, None, **options), expected[:, :1])
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16], ids=str)
 def test_low_precision(dtype: torch.dtype, rows: int) -> None:
     given = drawn(dtype)
-    expected = by_definition(*(one.double() for one in given), torch.ones(40, 40).tril().bool(), 2.0)
+    expected = by_definition(*(tensor.double() for tensor in given), torch.ones(40, 40).tril().bool(), 2.0)
     for grad in (False, True):
         with torch.set_grad_enabled(grad):
-            leaves = [one.clone().requires_grad_(grad) for one in given]
+            leaves = [tensor.clone().requires_grad_(grad) for tensor in given]
             actual = attend_with_softcap(*leaves, None, softcap=2.0, scale=None, dropout=0.0, causal=True)
         assert actual.dtype == dtype
         error = (actual.double() - expected).norm() / expected.norm()
@@ -236,12 +236,12 @@ def test_a_mask_to_be_added_is_added_as_without_the_patch(heads: int, use_cache:
     later = torch.ones(LENGTH, LENGTH, dtype=torch.bool).triu(1)
     slopes = -torch.arange(1, heads + 1)[:, None, None] * later.T.float() / 8
     mask = slopes.expand(2, -1, -1, -1).masked_fill(later, torch.finfo(torch.float32).min)
-    asked: dict[str, Any] = {"input_ids": tokens(), "attention_mask": mask, "use_cache": use_cache}
+    inputs: dict[str, Any] = {"input_ids": tokens(), "attention_mask": mask, "use_cache": use_cache}
     step = {"input_ids": tokens()[:, :1], "attention_mask": mask[:, :, -1:].new_zeros(2, heads, 1, LENGTH + 1)}
     step["attention_mask"][..., :9] = torch.finfo(torch.float32).min
 
     def outputs() -> list[torch.Tensor]:
-        whole = model(**asked, output_attentions=True)
+        whole = model(**inputs, output_attentions=True)
         if not use_cache:
             return [whole.logits, *whole.attentions]
         return [whole.logits, model(**step, past_key_values=whole.past_key_values).logits]
@@ -249,8 +249,8 @@ def test_a_mask_to_be_added_is_added_as_without_the_patch(heads: int, use_cache:
     expected = outputs()
     for settings in ({"method": METHOD}, {"method": "bi-clustered", "min_length": 0}):
         hf_effattn.patch_attention(model, **settings)
-        for found, exact in zip(outputs(), expected, strict=True):
-            torch.testing.assert_close(found, exact, rtol=1e-4, atol=1e-4)
+        for actual, exact in zip(outputs(), expected, strict=True):
+            torch.testing.assert_close(actual, exact, rtol=1e-4, atol=1e-4)
 
 
 @torch.no_grad()

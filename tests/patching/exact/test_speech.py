@@ -81,10 +81,10 @@ def inputs_of(*, padded: bool = True) -> dict[str, torch.Tensor]:
 def encoded(model: Any, inputs: dict[str, torch.Tensor]) -> tuple[torch.Tensor, ...]:
     """What all layers give for the frames that are seen, and a recognizer."""
     encoder = model if isinstance(model, ParakeetEncoder) else model.encoder
-    found = encoder(**inputs, output_hidden_states=True)
+    output = encoder(**inputs, output_hidden_states=True)
     mask = inputs.get("attention_mask")
-    seen = torch.ones(found.last_hidden_state.shape[:2]) if mask is None else found.attention_mask
-    states = [*found.hidden_states, found.last_hidden_state]
+    seen = torch.ones(output.last_hidden_state.shape[:2]) if mask is None else output.attention_mask
+    states = [*output.hidden_states, output.last_hidden_state]
     if encoder is not model:
         states.append(model(**inputs).logits)
     return tuple(state[seen.bool()] for state in states)
@@ -96,9 +96,9 @@ def check_rows(calls: list[torch.Tensor], _: Any) -> None:
 
 
 def weigh(model: Any) -> list[torch.Tensor]:
-    found = model(**inputs_of(padded=False), output_attentions=True)  # transformers 5.7 gives NaN beside padding
-    assert len(found.attentions) == LAYERS
-    return [*found.attentions, found.last_hidden_state]
+    output = model(**inputs_of(padded=False), output_attentions=True)  # transformers 5.7 gives NaN beside padding
+    assert len(output.attentions) == LAYERS
+    return [*output.attentions, output.last_hidden_state]
 
 
 OURS = frozenset({ParakeetByRows, ParakeetConvolution})
@@ -180,11 +180,11 @@ def test_a_recording_needs_no_mask() -> None:
     model, inputs = make_model(), inputs_of(padded=False)
     exact = model(**inputs)
     hf_effattn.patch_attention(model, METHOD)
-    found, alone = model(**inputs), model(inputs["input_features"])
-    assert torch.equal(found.attention_mask, exact.attention_mask)
+    masked, alone = model(**inputs), model(inputs["input_features"])
+    assert torch.equal(masked.attention_mask, exact.attention_mask)
     assert alone.attention_mask is None
-    for one in (found, alone):
-        torch.testing.assert_close(one.last_hidden_state, exact.last_hidden_state, rtol=0, atol=2e-5)
+    for output in (masked, alone):
+        torch.testing.assert_close(output.last_hidden_state, exact.last_hidden_state, rtol=0, atol=2e-5)
 
 
 # Their decoders stay as they are.
@@ -266,19 +266,19 @@ def recordings(kind: str = "key", *, padded: bool = True) -> dict[str, torch.Ten
 
 def encoded_by_wav2vec2(model: Any, inputs: dict[str, torch.Tensor]) -> tuple[torch.Tensor, ...]:
     """What all layers give for the frames that are seen."""
-    mask, found = inputs["attention_mask"], model(**inputs, output_hidden_states=True)
+    mask, output = inputs["attention_mask"], model(**inputs, output_hidden_states=True)
     if "input_values" in inputs:
-        mask = model._get_feature_vector_attention_mask(found.last_hidden_state.shape[1], mask)
-    return tuple(state[mask.bool()] for state in (*found.hidden_states, found.last_hidden_state))
+        mask = model._get_feature_vector_attention_mask(output.last_hidden_state.shape[1], mask)
+    return tuple(state[mask.bool()] for state in (*output.hidden_states, output.last_hidden_state))
 
 
 def weigh_as(kind: str) -> Callable[[Any], list[torch.Tensor]]:
     """Its weights, those of rows of padding aside."""
 
     def weigh(model: Any) -> list[torch.Tensor]:
-        found = model(**recordings(kind), output_attentions=True).attentions
-        assert len(found) == LAYERS
-        return [part for weights in found for part in (weights[0], weights[1, :, :90])]
+        layers = model(**recordings(kind), output_attentions=True).attentions
+        assert len(layers) == LAYERS
+        return [part for weights in layers for part in (weights[0], weights[1, :, :90])]
 
     return weigh
 
@@ -342,9 +342,9 @@ def test_an_adapter_behind_it() -> None:
     exact = model(**inputs).last_hidden_state
     assert exact.shape[1] < FRAMES
     hf_effattn.patch_attention(model, METHOD)
-    found = model(**inputs).last_hidden_state
-    torch.testing.assert_close(found[0], exact[0], rtol=0, atol=2e-5)
-    torch.testing.assert_close(found[1, : exact.shape[1] // 2], exact[1, : exact.shape[1] // 2], rtol=0, atol=2e-5)
+    actual = model(**inputs).last_hidden_state
+    torch.testing.assert_close(actual[0], exact[0], rtol=0, atol=2e-5)
+    torch.testing.assert_close(actual[1, : exact.shape[1] // 2], exact[1, : exact.shape[1] // 2], rtol=0, atol=2e-5)
 
 
 @pytest.mark.slow_except("*-key", "torch.float64-*")
@@ -354,14 +354,14 @@ def test_an_adapter_behind_it() -> None:
 def test_masks_have_the_precision_of_the_model(kind: str, dtype: torch.dtype) -> None:
     """Also where transformers' code runs, its own function called, and in the weights that it gives."""
     model = make_wav2vec2(kind).to(dtype)
-    inputs = {name: one.to(dtype) if one.is_floating_point() else one for name, one in recordings(kind).items()}
+    inputs = {name: part.to(dtype) if part.is_floating_point() else part for name, part in recordings(kind).items()}
     exact = encoded_by_wav2vec2(model, inputs)
     hf_effattn.patch_attention(model, METHOD)
     bound = 1e-12 if dtype == torch.float64 else 0.1
     Near(atol=bound).check(encoded_by_wav2vec2(model, inputs), exact)
     model.set_attn_implementation("eager")
     Near(atol=2 * bound).check(encoded_by_wav2vec2(model, inputs), exact)
-    assert {one.dtype for one in model(**inputs, output_attentions=True).attentions} == {dtype}
+    assert {part.dtype for part in model(**inputs, output_attentions=True).attentions} == {dtype}
 
 
 @pytest.mark.slow

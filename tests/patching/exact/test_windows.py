@@ -92,15 +92,15 @@ DECODERS: dict[str, dict[str, Any]] = {
 
 
 def check_blocks(shape: tuple[int, ...], layers: int, calls: list[torch.Tensor], _: Any) -> None:
-    assert [one[2:] for one in shapes(calls)] == [shape] * layers
+    assert [sizes[2:] for sizes in shapes(calls)] == [shape] * layers
 
 
 def values(model: Any, inputs: dict[str, torch.Tensor]) -> tuple[torch.Tensor, ...]:
     """Those of padded tokens, too, unless attention is eager, where padding sees all tokens."""
-    found = model(**inputs)[0]
+    hidden = model(**inputs)[0]
     if model.config.model_type in EAGER and "attention_mask" in inputs:
-        found = found * inputs["attention_mask"][..., None]
-    return (found,)
+        hidden = hidden * inputs["attention_mask"][..., None]
+    return (hidden,)
 
 
 def weigh(model: Any) -> list[torch.Tensor]:
@@ -242,9 +242,9 @@ def test_functions_that_hide_nothing() -> None:
     always = lambda *args: torch.tensor(True, dtype=torch.bool)  # noqa: E731
     chunks = chunked_overlay(4, torch.zeros(1, dtype=torch.int64))
     both = or_masks(causal_mask_function, sliding_window_overlay(3))
-    for one in (bidirectional_mask_function, always, or_masks(causal_mask_function, always), and_masks(always, both)):
-        assert sees_all(one)
-    for one in (
+    for mask in (bidirectional_mask_function, always, or_masks(causal_mask_function, always), and_masks(always, both)):
+        assert sees_all(mask)
+    for mask in (
         causal_mask_function,
         sliding_window_overlay(3),
         or_masks(causal_mask_function, chunks),
@@ -253,7 +253,7 @@ def test_functions_that_hide_nothing() -> None:
         and_masks(causal_mask_function, always),
         and_masks(always, packed_sequence_mask_function(torch.zeros(1, 4))),
     ):
-        assert not sees_all(one)
+        assert not sees_all(mask)
 
 
 @torch.no_grad()
@@ -262,14 +262,14 @@ def test_further_masks_have_a_dense_mask() -> None:
     model = hf_effattn.patch_attention(tiny_model("modernbert"), METHOD)
     embeddings = torch.zeros(2, 245, 32)
     texts = (torch.arange(245) >= torch.tensor([[100], [30]])).long()
-    asked = {"config": model.config, "inputs_embeds": embeddings, "attention_mask": None}
+    arguments = {"config": model.config, "inputs_embeds": embeddings, "attention_mask": None}
     separate = packed_sequence_mask_function(texts)
     for further in ("and_mask_function", "or_mask_function"):
         model.config._attn_implementation = "sdpa"
-        expected = create_bidirectional_sliding_window_mask(**asked, **{further: separate})
+        expected = create_bidirectional_sliding_window_mask(**arguments, **{further: separate})
         model.config._attn_implementation = "bi-clustered"
-        assert torch.equal(create_bidirectional_sliding_window_mask(**asked, **{further: separate}), expected)
-    assert create_bidirectional_sliding_window_mask(**asked).ndim == 5
+        assert torch.equal(create_bidirectional_sliding_window_mask(**arguments, **{further: separate}), expected)
+    assert create_bidirectional_sliding_window_mask(**arguments).ndim == 5
 
 
 def mask_function_of(size: int, causal: bool) -> tuple[Callable, Window]:

@@ -66,7 +66,7 @@ def test_threads_group_about_as_much_in_as_few_pieces_as_they_can(
     dearest = max(_grouping_cost(candidate) for candidate in candidates)
     assert max(costs) - sum(costs) / threads <= dearest
     for candidate, heads in shares:
-        assert [head for run in runs for one, own in run if one == candidate for head in own] == heads
+        assert [head for run in runs for method, part in run if method == candidate for head in part] == heads
 
 
 @pytest.mark.parametrize("causal", [False, True])
@@ -133,9 +133,9 @@ def test_queries_of_exact_heads_are_divided_among_threads(
     """On more than two threads a head alone takes as long as all others together, and the others wait for it."""
     seen = []
 
-    def noted(query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, rows: slice, *asked: Any) -> torch.Tensor:
+    def noted(query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, rows: slice, *options: Any) -> torch.Tensor:
         seen.append((rows.start, rows.stop))
-        return causal_rows(query, key, value, rows, *asked)
+        return causal_rows(query, key, value, rows, *options)
 
     monkeypatch.setattr("hf_effattn.patching.methods.per_head.causal_rows", noted)
     method = per_head([[0, 2, 1, 2]], OF_DECODER, causal=True)
@@ -245,9 +245,9 @@ def test_saved_and_loaded_and_settings_of_a_file(tmp_path: Path) -> None:
     batch = batch_for(model, padding="right")
     loaded = hf_effattn.from_pretrained(AutoModel, tmp_path).eval()
     other = hf_effattn.patch_attention(tiny_model("bert"), settings=tmp_path)
-    for one in (loaded, other):
-        assert one.config.effattn == model.config.effattn
-        assert torch.equal(encoded(one, batch), encoded(model, batch))
+    for copy in (loaded, other):
+        assert copy.config.effattn == model.config.effattn
+        assert torch.equal(encoded(copy, batch), encoded(model, batch))
     hf_effattn.patch_attention(other, settings=tmp_path, tolerance=0.1)
     assert other.config.effattn["tolerance"] == 0.1
     hf_effattn.patch_attention(other, settings=other.config.effattn, layers=[0])
@@ -259,7 +259,7 @@ def test_the_weights_are_those_of_the_heads() -> None:
     model, plain = patched(), tiny_model("bert")
     plain.set_attn_implementation("eager")
     batch = batch_for(model)
-    weights, exact = (one(**batch.inputs, output_attentions=True).attentions[0] for one in (model, plain))
+    weights, exact = (encoder(**batch.inputs, output_attentions=True).attentions[0] for encoder in (model, plain))
     assert not torch.allclose(weights[:, 0], exact[:, 0], atol=1e-3)
     torch.testing.assert_close(weights[:, 1], exact[:, 1], rtol=1e-4, atol=1e-5)
 

@@ -166,7 +166,7 @@ def test_measured_error_is_that_of_the_last_pass() -> None:
     encoded(model, batch)
     measured = hf_effattn.measured_error(model)
     assert list(measured) == [0, 1, 2]
-    assert all(one.error.shape == (2, 2) and one.error.min() > 0 and not one.exact.any() for one in measured.values())
+    assert all(m.error.shape == (2, 2) and m.error.min() > 0 and not m.exact.any() for m in measured.values())
     encoded(model, batch)
     assert torch.equal(hf_effattn.measured_error(model)[2].error, measured[2].error)
     # A pass that runs exact attention measures nothing.
@@ -199,7 +199,7 @@ def test_what_was_measured_is_no_state_of_the_model(model_type: str, by_name: bo
     if not by_name:  # layers that share a module are told apart
         measured = hf_effattn.measured_error(model)
         assert list(measured) == [0, 1, 2]
-        assert len({float(one.error[0, 0]) for one in measured.values()}) == 3
+        assert len({float(layer.error[0, 0]) for layer in measured.values()}) == 3
     for other in (copy.deepcopy(model), pickle.loads(pickled)):
         assert not any(measurements_of(module).calls for module in other.modules())
         assert torch.equal(encoded(other, batch), output)
@@ -220,16 +220,16 @@ def test_a_text_in_a_batch_is_checked_as_alone() -> None:
     alone = [tensor[:1, :, 150:] for tensor in together]
     of_batch = MethodOutput(*together[:3], left_padded(400, 150), None, False, together[3])
     of_text = MethodOutput(*alone[:3], None, None, False, alone[3])
-    for one, other in zip(of_batch.sampled_errors(), of_text.sampled_errors(), strict=True):
-        torch.testing.assert_close(one[:1], other)
+    for batched, alone in zip(of_batch.sampled_errors(), of_text.sampled_errors(), strict=True):
+        torch.testing.assert_close(batched[:1], alone)
 
     # Its heads are told by the first queries or by all of them, whatever the other text's are.
     first = of_batch.first_errors()[1]
     between = first.flatten().sort().values.unfold(0, 2, 1).mean(dim=1)
     for tolerance in between.tolist():
-        one, other = (attended.sampled_errors(tolerance=tolerance)[1] for attended in (of_batch, of_text))
-        torch.testing.assert_close(one[:1], other)
-        torch.testing.assert_close(one[first <= tolerance], first[first <= tolerance])
+        batched, alone = (attended.sampled_errors(tolerance=tolerance)[1] for attended in (of_batch, of_text))
+        torch.testing.assert_close(batched[:1], alone)
+        torch.testing.assert_close(batched[first <= tolerance], first[first <= tolerance])
 
 
 def with_errors(size: float, rows: torch.Tensor) -> MethodOutput:
@@ -310,22 +310,22 @@ def test_threads_share_heads_or_rows(
     visible = mask[:, None, None] & (torch.ones(300, 300).tril().bool() if causal else torch.tensor(True))
     exact = F.scaled_dot_product_attention(query, key, value, visible, enable_gqa=True)
     on_threads(threads)
-    asked_for = {"all": None, "one": one_by_one, "some": several}
-    found = {name: attended._squares(rows, asked) for name, asked in asked_for.items()}
+    masks = {"all": None, "one": one_by_one, "some": several}
+    squares = {name: attended._squares(rows, heads) for name, heads in masks.items()}
     index = rows[:, None, :, None].expand(-1, 6, -1, 8)
     expected = torch.stack([(result - exact).gather(2, index), exact.gather(2, index)]).square().sum(dim=4)
-    torch.testing.assert_close(found["all"], expected)
-    for name, asked in ("one", one_by_one), ("some", several):
-        torch.testing.assert_close(found[name][:, asked], expected[:, asked])
-        assert not found[name][0][~asked].any()
+    torch.testing.assert_close(squares["all"], expected)
+    for name, heads in ("one", one_by_one), ("some", several):
+        torch.testing.assert_close(squares[name][:, heads], expected[:, heads])
+        assert not squares[name][0][~heads].any()
 
 
 def test_neighbouring_heads_of_a_text_run_together() -> None:
     pairs = [(0, 1), (0, 2), (0, 4), (1, 5), (1, 6)]
     together = [(0, 1, 3), (0, 4, 5), (1, 5, 7)]
     for group, expected in (1, together), (2, [(text, head, head + 1) for text, head in pairs]):
-        found = [(one.start, heads.start, heads.stop) for one, heads in neighbours(pairs, group)]
-        assert found == expected
+        runs = [(texts.start, heads.start, heads.stop) for texts, heads in neighbours(pairs, group)]
+        assert runs == expected
         assert neighbours([], group) == []
 
 
@@ -335,12 +335,12 @@ def test_exact_warn_or_raise() -> None:
     expected = encoded(exact, batch)
     model = patched(tolerance=0)
     torch.testing.assert_close(encoded(model, batch), expected, rtol=1e-4, atol=1e-5)
-    assert all(one.exact.all() for one in hf_effattn.measured_error(model).values())
+    assert all(layer.exact.all() for layer in hf_effattn.measured_error(model).values())
 
     plain = encoded(patched(), batch)
     with pytest.warns(UserWarning, match="the error of heads .* the tolerance is 0") as caught:
         warned = encoded(patched(tolerance=0, on_excess="warn"), batch)
-    assert {Path(one.filename).name for one in caught} == {"tiny_models.py"}  # which calls the model
+    assert {Path(warning.filename).name for warning in caught} == {"tiny_models.py"}  # which calls the model
     assert torch.equal(warned, plain)
     with pytest.raises(RuntimeError, match='take on_excess="exact"'):
         encoded(patched(tolerance=0, on_excess="raise"), batch)
@@ -364,7 +364,7 @@ def test_training_measures_and_nothing_else() -> None:
     output = encoded(model, batch)
     output.sum().backward()
     assert torch.equal(output, encoded(patched(), batch))
-    assert not any(one.exact.any() for one in hf_effattn.measured_error(model).values())
+    assert not any(layer.exact.any() for layer in hf_effattn.measured_error(model).values())
     # Attention dropout is no error: nothing is measured then.
     dropping = hf_effattn.patch_attention(tiny_model("bert").train(), "bi-clustered", **SETTINGS, tolerance=0)
     encoded(dropping, batch)
@@ -400,8 +400,8 @@ def test_weights_are_those_of_the_output() -> None:
     with torch.no_grad():
         weights = model(**batch.inputs, output_attentions=True).attentions
         expected = exact(**batch.inputs, output_attentions=True).attentions
-    for one, other in zip(weights, expected, strict=True):
-        torch.testing.assert_close(one, other, rtol=1e-4, atol=1e-5)
+    for actual, wanted in zip(weights, expected, strict=True):
+        torch.testing.assert_close(actual, wanted, rtol=1e-4, atol=1e-5)
 
 
 @pytest.mark.slow
@@ -423,5 +423,5 @@ def test_a_compiled_model_measures_and_nothing_else() -> None:
     assert len(graphs) == 1
     measured = hf_effattn.measured_error(model)
     assert list(measured) == [0, 1, 2]
-    assert not any(one.exact.any() for one in measured.values())
-    assert min(float(one.error.min()) for one in measured.values()) > 0
+    assert not any(layer.exact.any() for layer in measured.values())
+    assert min(float(layer.error.min()) for layer in measured.values()) > 0

@@ -209,9 +209,9 @@ def test_benchmark_sinks(tmp_path, monkeypatch):
     ways = {("full", 200): ["eager", "exact", "bi-clustered"], ("full", 600): ["exact", "bi-clustered"]}
     ways |= {("window", 200): ["eager", "exact"], ("window", 600): ["exact"]}
     for (layer, length), expected in ways.items():
-        own = [row for row in rows if (row["layer"], row["length"]) == (layer, length)]
-        assert [row["way"] for row in own] == expected
-        for row in own:
+        rows_of_layer = [row for row in rows if (row["layer"], row["length"]) == (layer, length)]
+        assert [row["way"] for row in rows_of_layer] == expected
+        for row in rows_of_layer:
             assert row["peak_bytes"] > 0
             assert (row["speedup"] is not None) == (length == 200)
             assert row.get("error", 0) < 1e-5
@@ -281,11 +281,11 @@ def test_measure_crossover_goes_on_where_it_stopped(tmp_path, monkeypatch):
     monkeypatch.setattr(measure_crossover, "LENGTHS", (104, 120))
     output, small = tmp_path / "crossover.json", {"heads": 1, "head_dim": 8, "repeats": 1}
     before = json.loads(measure_crossover.CROSSOVER.read_text(encoding="utf-8"))
-    speedups, asked = measure_crossover.speedups, []
+    speedups, tried = measure_crossover.speedups, []
 
     def stopped(length, *sizes, **options):
-        asked.append(length)
-        if asked == [104, 120]:
+        tried.append(length)
+        if tried == [104, 120]:
             raise KeyboardInterrupt
         return speedups(length, *sizes, **options)
 
@@ -297,14 +297,14 @@ def test_measure_crossover_goes_on_where_it_stopped(tmp_path, monkeypatch):
     assert {name: kept[name] for name in before} == before
     first = kept["unfinished"]["cpu"]["forward_speedup"]["104"]
     measure_crossover.main(**small, output=output)
-    assert asked == [104, 120, 120]
+    assert tried == [104, 120, 120]
     kept = json.loads(output.read_text(encoding="utf-8"))
     assert "unfinished" not in kept
     assert kept["causal_min_length"] == before["causal_min_length"]
     rows = kept["measurements"]["cpu"][environment(torch.device("cpu"))["device_name"]]["forward_speedup"]
     assert {str(n): row["speedup"]["104"] for n, row in enumerate(rows) if row["speedup"]} == first
     measure_crossover.main(**small, output=output)
-    assert asked == [104, 120, 120, 104, 120]
+    assert tried == [104, 120, 120, 104, 120]
 
 
 def test_where_the_benchmark_was_slower_exact_attention_runs():
@@ -331,7 +331,7 @@ def test_where_the_benchmark_was_slower_exact_attention_runs():
 )
 def test_crossover_is_where_a_method_stays_faster(ratios, length):
     assert measure_crossover.crossover(ratios) == length
-    assert measure_crossover.crossover({one: 1.1 * ratio for one, ratio in ratios.items()}, 1.1) == length
+    assert measure_crossover.crossover({tokens: 1.1 * ratio for tokens, ratio in ratios.items()}, 1.1) == length
 
 
 def test_the_slowest_machine_says_where_a_method_is_faster():

@@ -17,7 +17,7 @@ def row(part: str, error: float, bound: float, first_bound: float | None = None)
 
     def filled(value: float) -> list[list[list[float]]]:
         of_candidates = [value] * (len(CANDIDATES) - 1) + [0.001]
-        return [[[one] * HEADS[1] for one in of_candidates] for _ in range(HEADS[0])]
+        return [[[number] * HEADS[1] for number in of_candidates] for _ in range(HEADS[0])]
 
     return {
         "kind": "errors",
@@ -38,15 +38,15 @@ def test_coverage_with_and_without_a_tolerance() -> None:
         row("meetings", 0.12, 0.09),
         row("meetings", 0.09, 0.11),
     ]
-    found = budget.coverage(rows).set_index("budget").loc[0.1]
-    assert found["margin"] == 1.0
-    assert found["triples"] == 4 * 6
-    assert found["within"] == pytest.approx(0.5)
-    assert found["within, books"] == pytest.approx(0.5)
-    assert found["within, tolerance"] == pytest.approx(0.75)
-    assert found["recomputed"] == pytest.approx(0.5)
-    assert found["worst"] == pytest.approx(0.2)
-    assert found["worst, tolerance"] == pytest.approx(0.12)
+    row_of_budget = budget.coverage(rows).set_index("budget").loc[0.1]
+    assert row_of_budget["margin"] == 1.0
+    assert row_of_budget["triples"] == 4 * 6
+    assert row_of_budget["within"] == pytest.approx(0.5)
+    assert row_of_budget["within, books"] == pytest.approx(0.5)
+    assert row_of_budget["within, tolerance"] == pytest.approx(0.75)
+    assert row_of_budget["recomputed"] == pytest.approx(0.5)
+    assert row_of_budget["worst"] == pytest.approx(0.2)
+    assert row_of_budget["worst, tolerance"] == pytest.approx(0.12)
     # At half of it only the last candidate, which no text disturbs.
     assert budget.coverage(rows).set_index("budget").loc[0.05, "within"] == 1.0
 
@@ -56,10 +56,10 @@ def test_all_queries_tell_of_a_head_that_the_first_leave_open() -> None:
     # Told by the first, rightly and not; open, and kept or recomputed by all.
     rows += [row("books", 0.09, 0.2, 0.095), row("books", 0.12, 0.2, 0.095)]
     rows += [row("meetings", 0.09, 0.095, 0.2), row("meetings", 0.12, 0.2, 0.2)]
-    found = budget.coverage(rows).set_index("budget").loc[0.1]
-    assert found["undecided"] == pytest.approx(0.5)
-    assert found["recomputed"] == pytest.approx(0.25)
-    assert found["within, tolerance"] == pytest.approx(0.75)
+    row_of_budget = budget.coverage(rows).set_index("budget").loc[0.1]
+    assert row_of_budget["undecided"] == pytest.approx(0.5)
+    assert row_of_budget["recomputed"] == pytest.approx(0.25)
+    assert row_of_budget["within, tolerance"] == pytest.approx(0.75)
 
 
 @pytest.mark.slow
@@ -76,15 +76,15 @@ def test_errors_and_times_are_those_of_all_layers(monkeypatch: pytest.MonkeyPatc
     bounds, first_bounds = budget.stacked(rows, "bounds"), budget.stacked(rows, "first_bounds")
     assert bounds.shape == first_bounds.shape == errors.shape
     assert (first_bounds > bounds).float().mean() > 0.9  # a fourth of the queries and three times the margin
-    found = budget.measure_speed(rows, 300, repeats=1)
-    times = [one for one in found if one["kind"] == "speed"]
-    assert [one["call"] for one in times[:5]] == [
+    measured = budget.measure_speed(rows, 300, repeats=1)
+    times = [line for line in measured if line["kind"] == "speed"]
+    assert [line["call"] for line in times[:5]] == [
         "exact", "per head", "per head, checked", "per head, tolerance", "uniform"
     ]  # fmt: skip
     assert len(times) == 1 + 4 * len(budget.BUDGETS)
-    assert all(one["ms"] > 0 for one in times)
-    added = [one for one in found if one["kind"] == "check"]
-    assert [(one["budget"], one["added"] > -1) for one in added] == [(one, True) for one in budget.BUDGETS]
+    assert all(line["ms"] > 0 for line in times)
+    added = [line for line in measured if line["kind"] == "check"]
+    assert [(line["budget"], line["added"] > -1) for line in added] == [(line, True) for line in budget.BUDGETS]
 
 
 def test_heads_of_a_decoder_that_share_keys_are_one(monkeypatch: pytest.MonkeyPatch) -> None:

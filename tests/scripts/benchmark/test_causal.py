@@ -80,8 +80,8 @@ def test_language_model(model_folder, tmp_path, monkeypatch):
     monkeypatch.setattr(language_model, "load", lambda: loaded)
     settings = {"segment_length": 64, "window": 32, "fit_queries": 64}
     for name, chosen in language_model.METHODS.items():
-        own = settings | ({"clusters": 8} if name == "clustered" else {"exact_keys": 48})
-        monkeypatch.setitem(language_model.METHODS, name, chosen | own)
+        small = settings | ({"clusters": 8} if name == "clustered" else {"exact_keys": 48})
+        monkeypatch.setitem(language_model.METHODS, name, chosen | small)
     output = tmp_path / "language_model.json"
     names = f"pg98,{language_model.CODE}"
     language_model.main("300", names=names, methods="bi-clustered", output=output)
@@ -152,7 +152,7 @@ def test_the_warning_for_decoders_says_what_was_measured(method):
 def test_the_kept_calibration_has_the_candidates_that_calibrate_tries_by_itself():
     kept = Calibration.load(str(language_model.CALIBRATION)).settings
     assert list(kept.candidates) == [
-        make_method(**one, causal=True, min_length=0) for one in default_candidates(causal=True)
+        make_method(**kwargs, causal=True, min_length=0) for kwargs in default_candidates(causal=True)
     ]
     assert {candidate.segment_length for candidate in kept.candidates} == {512}
-    assert all("segment_length" not in one for one in default_candidates(causal=False))
+    assert all("segment_length" not in kwargs for kwargs in default_candidates(causal=False))

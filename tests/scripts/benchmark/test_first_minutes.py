@@ -14,8 +14,8 @@ PRINTS_LATE = "import time; time.sleep(0.2); print('begun', flush=True); time.sl
 
 def test_a_command_is_timed_to_its_first_line_and_its_end(tmp_path, capfd, monkeypatch):
     monkeypatch.setenv("PYTHONPATH", "elsewhere")
-    found = first_minutes.timed([sys.executable, "-c", PRINTS_LATE], tmp_path)
-    assert 0.2 < found["first_output"] < found["seconds"] - 0.2
+    times = first_minutes.timed([sys.executable, "-c", PRINTS_LATE], tmp_path)
+    assert 0.2 < times["first_output"] < times["seconds"] - 0.2
     first_minutes.timed([sys.executable, "-c", "import os; print('PYTHONPATH' in os.environ)"], tmp_path)
     assert capfd.readouterr().out == "begun\nFalse\n"
     assert first_minutes.timed(["true"], tmp_path)["first_output"] is None

@@ -57,7 +57,7 @@ def test_a_method_is_exact_in_its_exact_limit(inputs, function, settings):
     ],
 )
 def test_a_method_gets_better_with_its_budget(inputs, function, settings):
-    errors = [error_of(function, inputs, **one) for one in settings]
+    errors = [error_of(function, inputs, **options) for options in settings]
     assert errors == sorted(errors, reverse=True)
     assert errors[-1] < errors[0]
 
@@ -150,7 +150,7 @@ def test_heads_that_share_a_budget(real_model_folder, tmp_path, monkeypatch):
     monkeypatch.setattr(layer_budgets, "default_candidates", lambda **given: candidates)
     # So short, exact attention is the fastest. Both passes shall be slow with the first candidate.
     monkeypatch.setattr(
-        CandidateErrors, "costs", lambda found, training=False: torch.tensor([3.0 if training else 1.0, 2.0, 9.0])
+        CandidateErrors, "costs", lambda self, training=False: torch.tensor([3.0 if training else 1.0, 2.0, 9.0])
     )
     monkeypatch.setattr(
         _inputs, "held_out_tokens", lambda tokenizer, files: [Passages(tokenizer, bundled_books()).longest(500)[0]]

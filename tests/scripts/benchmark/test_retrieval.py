@@ -54,8 +54,8 @@ def test_ndcg_is_the_discount_of_the_rank():
     order = np.argsort(-documents @ documents[0])
     relevant = np.zeros((3, 20), bool)
     relevant[[0, 1, 2], order[[0, 3, 10]]] = True
-    found = retrieval.ndcg_of_queries(documents, np.stack([documents[0]] * 3), relevant)
-    assert found == pytest.approx([1.0, 1 / math.log2(5), 0.0])
+    scores = retrieval.ndcg_of_queries(documents, np.stack([documents[0]] * 3), relevant)
+    assert scores == pytest.approx([1.0, 1 / math.log2(5), 0.0])
 
 
 @pytest.mark.slow

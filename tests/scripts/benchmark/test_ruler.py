@@ -15,10 +15,10 @@ def is_patched(model):
 
 
 def test_every_task_is_asked_of_both_and_kept(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys) -> None:
-    model, asked = tiny_model("bert"), []
+    model, calls = tiny_model("bert"), []
 
     def score(model, tokenizer, task, name, length, prompts):
-        asked.append((name, length, prompts, is_patched(model)))
+        calls.append((name, length, prompts, is_patched(model)))
         return 0.5 if is_patched(model) else 0.8
 
     monkeypatch.setattr(ruler, "load", lambda: (model, None))
@@ -27,13 +27,13 @@ def test_every_task_is_asked_of_both_and_kept(tmp_path: Path, monkeypatch: pytes
     options = {"lengths": "4096", "methods": "bi-clustered", "tasks": "ruler_vt,ruler_fwe", "prompts": 3}
     output = tmp_path / "ruler.json"
     ruler.main(**options, output=output)
-    assert asked == [(task, 4096, 3, patched) for task in ("ruler_vt", "ruler_fwe") for patched in (False, True)]
+    assert calls == [(task, 4096, 3, patched) for task in ("ruler_vt", "ruler_fwe") for patched in (False, True)]
     assert not is_patched(model)
     table = ruler.retention(json.loads(output.read_text())["rows"]).set_index("name")
     assert table.loc["bi-clustered", "retention"] == pytest.approx(0.5 / 0.8)
     assert table.loc["exact", "retention"] == 1.0
     ruler.main(**options, output=output)  # nothing is asked again
-    assert len(asked) == 4
+    assert len(calls) == 4
     assert "retention" in capsys.readouterr().out
     with pytest.raises(typer.BadParameter, match="unknown tasks"):
         ruler.main(**options | {"tasks": "ruler_qa"}, output=output)

@@ -189,10 +189,10 @@ def test_texts_that_cannot_be_read(row, message, reviews, tmp_path):
 
 def test_the_hub_is_named_where_there_are_no_files(tmp_path, monkeypatch):
     """Text and Image by the names that these data sets have there."""
-    asked = []
+    requests = []
 
     def load_dataset(name, configuration, split):
-        asked.append((name, split))
+        requests.append((name, split))
         if "imdb" in name:
             return datasets.Dataset.from_dict({"text": ["x"], "label": [1]})
         pixels = [np.full((32, 32, 3), number, dtype=np.uint8) for number in range(20)]
@@ -203,11 +203,11 @@ def test_the_hub_is_named_where_there_are_no_files(tmp_path, monkeypatch):
 
     monkeypatch.setattr(hub_data, "load_dataset", load_dataset)
     text = load_lra("text", cache_dir=tmp_path)
-    assert set(asked) == {("stanfordnlp/imdb", "train"), ("stanfordnlp/imdb", "test")}
+    assert set(requests) == {("stanfordnlp/imdb", "train"), ("stanfordnlp/imdb", "test")}
     assert text["train"][0] == {"text": "x", "label": 1}
-    asked.clear()
+    requests.clear()
     image = load_lra("image", cache_dir=tmp_path)
-    assert asked == [("uoft-cs/cifar10", "train"), ("uoft-cs/cifar10", "test")]
+    assert requests == [("uoft-cs/cifar10", "train"), ("uoft-cs/cifar10", "test")]
     assert [len(image[split]) for split in SPLITS] == [18, 2, 20]
     assert image["validation"][0] == {"pixels": [18] * 1024, "label": 8}
 

@@ -51,11 +51,11 @@ def alone(image, path):
 def test_there_are_two_circles_where_they_are_said_to_be(images):
     """And no others; where the two overlap, what they share may look like a third."""
     for image, circles in zip(images.pixels, images.circles.tolist(), strict=True):
-        found, (first, second) = circles_in(image), map(tuple, circles)
-        assert found >= {first, second}
+        seen, (first, second) = circles_in(image), map(tuple, circles)
+        assert seen >= {first, second}
         assert first != second
         if max(abs(first[0] - second[0]), abs(first[1] - second[1])) > 4:
-            assert found == {first, second}
+            assert seen == {first, second}
 
 
 def test_joined_circles_are_connected_in_the_pixels(images):

@@ -62,11 +62,11 @@ def test_every_task_and_kind_of_model(task, kind, folder):
         command += ["--data_settings", SETTINGS[task]]
     else:
         command += ["--data_path", str(folder)]
-    found = run_lra.main(command)
-    assert np.isfinite([found["train_loss"], found["eval_loss"], found["test_loss"]]).all()
-    assert 0 <= found["test_accuracy"] <= 1
+    metrics = run_lra.main(command)
+    assert np.isfinite([metrics["train_loss"], metrics["eval_loss"], metrics["test_loss"]]).all()
+    assert 0 <= metrics["test_accuracy"] <= 1
     kept = json.loads((folder / "run" / "all_results.json").read_text())
-    assert kept["test_accuracy"] == found["test_accuracy"]
+    assert kept["test_accuracy"] == metrics["test_accuracy"]
     two_towers = task == "retrieval" and kind in ("cst", "full")
     auto_class = CSTForPairClassification if two_towers else AutoModelForSequenceClassification
     config = auto_class.from_pretrained(folder / "run").config
@@ -80,8 +80,8 @@ def test_a_model_learns_to_tell_words_apart(folder):
     """And a checkpoint is gone on with: its own sizes, the task's classes."""
     command = [*RUN, "--task", "text", "--data_path", str(folder), "--cache_dir", str(folder), "--max_length", "32"]
     fresh = ["--model_type", "cst", "--config_overrides", SMALL["cst"], "--output_dir", str(folder / "run")]
-    found = run_lra.main([*command, *fresh, "--max_steps", "40", "--learning_rate", "1e-2", "--warmup_steps", "0"])
-    assert found["test_accuracy"] == 1.0
+    metrics = run_lra.main([*command, *fresh, "--max_steps", "40", "--learning_rate", "1e-2", "--warmup_steps", "0"])
+    assert metrics["test_accuracy"] == 1.0
     again = ["--model_name_or_path", str(folder / "run"), "--output_dir", str(folder / "again")]
     assert run_lra.main([*command, *again, "--learning_rate", "0"])["test_accuracy"] == 1.0
 
@@ -95,8 +95,8 @@ def test_no_model_is_chosen_by_the_test_set(folder):
     with pytest.raises(ValueError, match=r"validation set of text is its test set.*validation_share=0\.1"):
         run_lra.main([*command, *best])
     assert not (folder / "run").exists()
-    found = run_lra.main([*command, *best, "--data_settings", "validation_share=0.25"])
-    assert 0 <= found["test_accuracy"] <= 1
+    metrics = run_lra.main([*command, *best, "--data_settings", "validation_share=0.25"])
+    assert 0 <= metrics["test_accuracy"] <= 1
     assert not run_lra.validates_on_test("listops", {})
 
 
@@ -115,8 +115,8 @@ def test_defaults_are_those_of_the_paper_and_can_be_overridden(tmp_path):
         assert (data.max_length, batch_size, training.learning_rate, training.warmup_steps, steps) == row
     named = ["--max_steps", "7", "--learning_rate", "3e-4", "--max_length", "99", "--warmup_steps", "2"]
     _, data, training = run_lra.parse(["--task", "image", "--output_dir", str(tmp_path), *named])
-    found = (data.max_length, training.max_steps, training.learning_rate, training.warmup_steps)
-    assert found == (99, 7, 3e-4, 2)
+    numbers = (data.max_length, training.max_steps, training.learning_rate, training.warmup_steps)
+    assert numbers == (99, 7, 3e-4, 2)
     assert training.per_device_train_batch_size == 256
     assert run_lra.model_settings(run_lra.ModelArguments(model_type="cst"), 1024)["hidden_size"] == 256
 
@@ -153,8 +153,8 @@ def test_the_table_of_all_models(task, tmp_path, monkeypatch, capsys):
     assert len({row["parameters"] for row in rows}) >= 4
     assert all(row["train_seconds"] > 0 for row in rows)
     assert str(lra_table.PAPER["Transformer"][task]) in capsys.readouterr().out
-    one = {"models": "CST L=8", "output": tmp_path / "other.json"}
-    lra_table.main(**options | one | {"learning_rate": 0.1})
+    single = {"models": "CST L=8", "output": tmp_path / "other.json"}
+    lra_table.main(**options | single | {"learning_rate": 0.1})
     other = json.loads((tmp_path / "other.json").read_text())["rows"][0]
     assert other["test_loss"] != rows[1]["test_loss"]  # trained anew, not the first one's checkpoint
     monkeypatch.setattr(lra_table, "train", None)

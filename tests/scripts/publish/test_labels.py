@@ -24,14 +24,14 @@ def strings(value: Any) -> Iterator[str]:
     if isinstance(value, str):
         yield value
     elif isinstance(value, list):
-        for one in value:
-            yield from strings(one)
+        for entry in value:
+            yield from strings(entry)
     elif isinstance(value, dict):
         if isinstance(value.get("method"), str) and isinstance(value.get("name"), str):
             yield f"{value['method']} {value['name']}"
-        for key, one in value.items():
+        for key, entry in value.items():
             yield key
-            yield from strings(one)
+            yield from strings(entry)
 
 
 def measured(value: Any) -> Iterator[tuple[str, dict[str, Any]]]:
@@ -39,12 +39,12 @@ def measured(value: Any) -> Iterator[tuple[str, dict[str, Any]]]:
     if isinstance(value, dict):
         methods = value.get("methods")
         if isinstance(methods, dict):
-            yield from ((label, one) for label, one in methods.items() if LABEL.fullmatch(label))
-        for one in value.values():
-            yield from measured(one)
+            yield from ((label, settings) for label, settings in methods.items() if LABEL.fullmatch(label))
+        for entry in value.values():
+            yield from measured(entry)
     elif isinstance(value, list):
-        for one in value:
-            yield from measured(one)
+        for entry in value:
+            yield from measured(entry)
 
 
 def settings_of(method: Any) -> dict[str, Any]:

@@ -62,7 +62,7 @@ def test_links_lead_somewhere(path):
         assert other.exists(), target
         if heading:
             headings = re.findall(r"^#+ (.*)", other.read_text(encoding="utf-8"), re.MULTILINE)
-            assert heading in {re.sub(r"[^\w -]", "", one.lower()).replace(" ", "-") for one in headings}, heading
+            assert heading in {re.sub(r"[^\w -]", "", line.lower()).replace(" ", "-") for line in headings}, heading
 
 
 def test_commands_exist():
@@ -163,7 +163,7 @@ def test_the_lines_for_long_documents_run(tmp_path, monkeypatch):
 def test_the_commands_in_the_texts_name_options_that_there_are():
     """Those of `effattn`: their names and options, without running them."""
     group = typer.main.get_command(app)
-    found = 0
+    commands = 0
     for path in TEXTS:
         for block in re.findall(r"```bash\n(.*?)```", path.read_text(encoding="utf-8"), re.DOTALL):
             for line in block.replace("\\\n", " ").splitlines():
@@ -171,9 +171,9 @@ def test_the_commands_in_the_texts_name_options_that_there_are():
                     continue
                 _, name, *arguments = shlex.split(line, comments=True)
                 known = {option for parameter in group.commands[name].params for option in parameter.opts}
-                assert {one for one in arguments if one.startswith("--")} <= known, line
-                found += 1
-    assert found > 8
+                assert {argument for argument in arguments if argument.startswith("--")} <= known, line
+                commands += 1
+    assert commands > 8
 
 
 def test_the_fields_of_a_model_type_are_in_the_table_of_the_guide_to_adding_one():

@@ -44,20 +44,20 @@ def of_defaults(keep, lost, recalled):
         for length, seed in ((64, 0), (64, 1), (256, 0))
     ]
     keep("partner_recall", texts)
-    return {found.claim.partition(":")[0]: found for found in islice(verdicts.clusterformer(), 4)}
+    return {row.claim.partition(":")[0]: row for row in islice(verdicts.clusterformer(), 4)}
 
 
 def test_the_default_is_compared_with_the_transformer_and_a_random_order(keep):
-    found = of_defaults(keep, lost=0.0, recalled=90.0)
-    of_transformer = found["our default, gate and centroids"]
+    rows = of_defaults(keep, lost=0.0, recalled=90.0)
+    of_transformer = rows["our default, gate and centroids"]
     assert of_transformer[1:] == ("+0.0 (CR) to +0.0 (CR) on 7 data sets", "ours, holds")
-    (of_random,) = (row for claim, row in found.items() if "random order" in claim)
+    (of_random,) = (row for claim, row in rows.items() if "random order" in claim)
     assert of_random[1:] == ("+5.0 on 20 Newsgroups, +40.0 on partner recall of 64 words", "ours, holds")
 
 
 def test_a_loss_on_one_data_set_or_to_a_random_order_is_told(keep):
-    found = of_defaults(keep, lost=1.0, recalled=49.0)
-    of_transformer = found["our default, gate and centroids"]
+    rows = of_defaults(keep, lost=1.0, recalled=49.0)
+    of_transformer = rows["our default, gate and centroids"]
     assert of_transformer[1:] == ("-1.0 (MR) to +0.0 (CR) on 7 data sets", "**ours, missed**")
-    (of_random,) = (row for claim, row in found.items() if "random order" in claim)
+    (of_random,) = (row for claim, row in rows.items() if "random order" in claim)
     assert of_random[1:] == ("+5.0 on 20 Newsgroups, -1.0 on partner recall of 64 words", "**ours, missed**")

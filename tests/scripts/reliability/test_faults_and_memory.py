@@ -58,8 +58,8 @@ def test_no_result_names_a_folder_of_a_machine():
     results = list((Path(__file__).parents[3] / "scripts" / "results").glob("*.json"))
     assert results
     for path in results:
-        found = re.search(r"(?<![\w.:])/(home|root|work|tmp|Users|mnt|opt)/", path.read_text(encoding="utf-8"))
-        assert found is None, f"{path.name}: {found}"
+        match = re.search(r"(?<![\w.:])/(home|root|work|tmp|Users|mnt|opt)/", path.read_text(encoding="utf-8"))
+        assert match is None, f"{path.name}: {match}"
 
 
 STEPS = 400
@@ -86,8 +86,8 @@ def test_what_each_step_keeps_is_seen(leak):
 @pytest.mark.usefixtures("no_other_objects")
 def test_a_cache_that_is_full_and_what_is_freed_are_not_growth():
     cache = {}
-    found = memory.growth(lambda number: cache.setdefault(number % 4, torch.ones(number % 4, 1000)), STEPS)
-    assert found["held"], found
+    growth = memory.growth(lambda number: cache.setdefault(number % 4, torch.ones(number % 4, 1000)), STEPS)
+    assert growth["held"], growth
     assert memory.growth(lambda number: torch.ones(2**20).sum(), STEPS)["held"]
 
 
@@ -183,9 +183,9 @@ def test_an_exception_is_of_a_test_and_may_be_of_a_version(monkeypatch):
     assert not versions.excepted("TestB::test_x_1", "5.23.0")
     assert versions.excepted("TestB::test_y", "5.0.0")
     assert not versions.excepted("TestB::test_y", "5.23.0")
-    found = {"TestA::test_x_1": "failed", "TestA::test_x_2": "passed", "TestA::test_x_3": "skipped"}
-    found |= {"TestB::test_z": "passed", "TestB::test_failed": "failed"}
-    assert versions.judged(found, "5.0.0") == {
+    endings = {"TestA::test_x_1": "failed", "TestA::test_x_2": "passed", "TestA::test_x_3": "skipped"}
+    endings |= {"TestB::test_z": "passed", "TestB::test_failed": "failed"}
+    assert versions.judged(endings, "5.0.0") == {
         "passed": 1,
         "skipped": 1,
         "excepted": 1,
@@ -200,15 +200,15 @@ def test_a_run_of_pytest_says_what_became_of_each_test(tmp_path, monkeypatch):
         "import pytest\n\nclass TestA:\n    def test_good(self): pass\n    def test_bad(self): assert 0\n"
         "    def test_skipped(self): pytest.skip()\n"
     )
-    found = versions.outcomes(Path(sys.executable), [str(tmp_path / "test_some.py")], [])
-    assert found == {"TestA::test_good": "passed", "TestA::test_bad": "failed", "TestA::test_skipped": "skipped"}
+    endings = versions.outcomes(Path(sys.executable), [str(tmp_path / "test_some.py")], [])
+    assert endings == {"TestA::test_good": "passed", "TestA::test_bad": "failed", "TestA::test_skipped": "skipped"}
 
 
 def test_every_exception_has_its_reason():
-    for one in versions.exceptions():
-        assert one["tests"]
-        assert set(one["suites"]) <= {*versions.SUITES, *versions.GROUPS}
-        assert len(one["reason"]) > 10
+    for exception in versions.exceptions():
+        assert exception["tests"]
+        assert set(exception["suites"]) <= {*versions.SUITES, *versions.GROUPS}
+        assert len(exception["reason"]) > 10
 
 
 def test_an_exception_of_all_decoders_is_one_of_each():
@@ -244,7 +244,7 @@ def test_versions_from_the_oldest_to_the_newest_that_the_readme_names_are_tried_
     """pyproject.toml allowed 5.0, of which 103 tests failed."""
     root = versions.ROOT
     allowed = tomllib.loads((root / "pyproject.toml").read_text(encoding="utf-8"))["project"]["dependencies"]
-    oldest = next(one for one in allowed if one.startswith("transformers")).removeprefix("transformers>=")
+    oldest = next(need for need in allowed if need.startswith("transformers")).removeprefix("transformers>=")
     rows = json.loads((root / "scripts/results/versions.json").read_text(encoding="utf-8"))["rows"]
     ran = sorted({row["transformers"] for row in rows}, key=reliability_tables.numbers_in)
     assert ran == sorted({tried.transformers for tried in versions.TRIED}, key=reliability_tables.numbers_in)
@@ -257,12 +257,12 @@ def test_rows_of_versions_that_are_no_longer_allowed_go_with_the_next_run(tmp_pa
     names = ("python 3.11, torch 2.6.0, transformers 5.7.0", "python 3.11, torch 2.5.1, transformers 5.7.0")
     names += ("python 3.11, torch 2.13.0, transformers 5.6.9", "python 3.10, torch 2.13.0, transformers 5.23.0")
     numbers = [dict(part.split() for part in name.split(", ")) for name in names]
-    rows = [{"versions": name, "suite": "Bert"} | found for name, found in zip(names, numbers, strict=True)]
+    rows = [{"versions": name, "suite": "Bert"} | fields for name, fields in zip(names, numbers, strict=True)]
     (tmp_path / "versions.json").write_text(json.dumps({"rows": rows, "settings": {}}))
     monkeypatch.setattr(versions, "try_suite", lambda *arguments: {"passed": 1})
     versions.main(in_this=True, only="ViT", output=tmp_path / "versions.json")
-    found = json.loads((tmp_path / "versions.json").read_text())["rows"]
-    assert [(row["versions"], row["suite"]) for row in found] == [
+    remaining = json.loads((tmp_path / "versions.json").read_text())["rows"]
+    assert [(row["versions"], row["suite"]) for row in remaining] == [
         (names[0], "Bert"),
         (versions.here()[0].name, "ViT"),
     ]

@@ -34,8 +34,8 @@ def test_rows_of_defects_that_are_no_longer_listed_go_with_the_next_run(tmp_path
     monkeypatch.setattr(mutants, "listed_mutants", lambda: listed)
     monkeypatch.setattr(mutants, "copy_of_the_tree", lambda folder: folder)
     monkeypatch.setattr(mutants, "PytestRuns", nullcontext)
-    found = {"caught": True, "failure": None, "seconds": 0.0}
-    monkeypatch.setattr(mutants, "try_mutant", lambda mutant, *arguments: mutant.identity | found)
+    outcome = {"caught": True, "failure": None, "seconds": 0.0}
+    monkeypatch.setattr(mutants, "try_mutant", lambda mutant, *arguments: mutant.identity | outcome)
     mutants.main(only="new", output=path)
     assert [(row["name"], row["change"]) for row in json.loads(path.read_text())["rows"]] == [
         (mutant.name, mutant.identity["change"]) for mutant in listed

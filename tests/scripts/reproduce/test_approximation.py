@@ -82,21 +82,21 @@ def test_a_model_is_fine_tuned_and_approximated(task, base, tmp_path, monkeypatc
 @pytest.fixture
 def no_runs(monkeypatch):
     """What fine-tuning and evaluating would come to; which of them were asked for."""
-    asked = []
+    runs = []
 
     def fine_tuned(name, start, *options):
-        asked.append(("train", name, start))
+        runs.append(("train", name, start))
         return start
 
     def evaluate(name, path, row, seed, *options):
-        asked.append(("evaluate", name, path, row))
+        runs.append(("evaluate", name, path, row))
         return {"value": 0.5 + seed / 10, "eval_mismatched_accuracy": 0.25 + seed / 10}
 
     monkeypatch.setattr(approximate, "fine_tuned", fine_tuned)
     monkeypatch.setattr(approximate, "evaluate", evaluate)
     nothing = {"longer_share": None, "layer_errors": None}
     monkeypatch.setattr(approximate, "attention_errors", lambda *options: nothing)
-    return asked
+    return runs
 
 
 def test_the_tasks_have_the_numbers_of_the_paper():
@@ -122,11 +122,11 @@ def test_both_sets_of_mnli_are_evaluated(base, tmp_path, capsys):
     output, card = tmp_path / "mnli.json", tmp_path / "cards" / "mnli.md"
     options = {"base": base, "methods": "clustered-2", "seeds": "0", "local": True, "runs": tmp_path / "runs"}
     approximate.main("mnli", output=output, card=card, **options)
-    found = json.loads(output.read_text())["rows"]
-    assert [row["row"] for row in found] == ["full", "clustered-2"]
-    assert all(row["value"] == row["eval_matched_accuracy"] for row in found)
+    saved = json.loads(output.read_text())["rows"]
+    assert [row["row"] for row in saved] == ["full", "clustered-2"]
+    assert all(row["value"] == row["eval_matched_accuracy"] for row in saved)
     assert "mnli, mismatched" in capsys.readouterr().out
-    cells = [f"{row['eval_mismatched_accuracy']:.3f}" for row in found]
+    cells = [f"{row['eval_mismatched_accuracy']:.3f}" for row in saved]
     assert f"| mnli, mismatched | {cells[0]} | {cells[1]} |" in card.read_text()
     assert f"<sub>{base}, evaluated in bfloat16. " in card.read_text()
 
@@ -156,8 +156,8 @@ def test_results_of_ones_own_models_stay_apart(base, tmp_path, monkeypatch, no_r
     options = {"methods": "clustered-2", "seeds": "0", "local": True}
     for named in ({"model": base}, {"base": base}):
         approximate.main("sst2", **named, **options)
-    found = json.loads((tmp_path / "runs" / "approximation.json").read_text())
-    assert [row["row"] for row in found["rows"]] == ["full", "clustered-2"] * 2
+    saved = json.loads((tmp_path / "runs" / "approximation.json").read_text())
+    assert [row["row"] for row in saved["rows"]] == ["full", "clustered-2"] * 2
     results = Path(approximate.__file__).parents[1] / "results" / "approximation.json"
     before = results.read_bytes()
     no_runs.clear()

@@ -125,8 +125,8 @@ def test_ranking_by_hand():
         [(0.3, True), (0.3, False)],
         [(0.8, False)],
     ]
-    found = answer_ranking.ranking(questions)
-    assert found == {"map": pytest.approx(100 * ((1 + 2 / 3) / 2 + 1 / 2) / 2), "mrr": pytest.approx(75.0)}
+    scores = answer_ranking.ranking(questions)
+    assert scores == {"map": pytest.approx(100 * ((1 + 2 / 3) / 2 + 1 / 2) / 2), "mrr": pytest.approx(75.0)}
     with pytest.raises(ValueError, match="no question has an answer"):
         answer_ranking.ranking(questions[2:])
 

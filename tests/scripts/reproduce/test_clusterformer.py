@@ -145,8 +145,8 @@ def test_partner_recall(tmp_path, monkeypatch):
 def test_full_attention_recalls_partners():
     run = {"length": 8, "clusters": 2, "window_blocks": 2, "routing": "full attention", "seed": 0}
     sizes = partner_recall.Sizes(hidden_size=32, steps=400, words=256, learning_rate=5e-3, dtype="float32")
-    found = partner_recall.measure(run, sizes, torch.device("cpu"))
-    assert found["accuracy"] > 95
+    row = partner_recall.measure(run, sizes, torch.device("cpu"))
+    assert row["accuracy"] > 95
 
 
 def test_a_gate_on_a_random_order_does_not_sort():

@@ -94,14 +94,14 @@ def test_splits_that_are_not_there_are_named_before_training(folder, tmp_path):
 
 
 def test_metrics_by_hand():
-    found = training.load_metric("glue", "mrpc").compute(predictions=[1, 1, 0, 1], references=[1, 0, 0, 1])
-    assert found == {"accuracy": 0.75, "f1": pytest.approx(2 * (2 / 3) / (2 / 3 + 1))}
-    found = training.load_metric("glue", "cola").compute(predictions=[1, 0, 1, 1], references=[1, 0, 0, 1])
+    scores = training.load_metric("glue", "mrpc").compute(predictions=[1, 1, 0, 1], references=[1, 0, 0, 1])
+    assert scores == {"accuracy": 0.75, "f1": pytest.approx(2 * (2 / 3) / (2 / 3 + 1))}
+    scores = training.load_metric("glue", "cola").compute(predictions=[1, 0, 1, 1], references=[1, 0, 0, 1])
     # TP 2, TN 1, FP 1, FN 0.
-    assert found == {"matthews_correlation": pytest.approx((2 * 1 - 1 * 0) / np.sqrt(3 * 2 * 2 * 1))}
-    found = training.load_metric("glue", "stsb").compute(predictions=[1.0, 2.0, 4.0], references=[0.0, 1.0, 2.0])
-    assert found["spearmanr"] == pytest.approx(1.0)
-    assert found["pearson"] == pytest.approx(np.corrcoef([1, 2, 4], [0, 1, 2])[0, 1], abs=1e-6)
+    assert scores == {"matthews_correlation": pytest.approx((2 * 1 - 1 * 0) / np.sqrt(3 * 2 * 2 * 1))}
+    scores = training.load_metric("glue", "stsb").compute(predictions=[1.0, 2.0, 4.0], references=[0.0, 1.0, 2.0])
+    assert scores["spearmanr"] == pytest.approx(1.0)
+    assert scores["pearson"] == pytest.approx(np.corrcoef([1, 2, 4], [0, 1, 2])[0, 1], abs=1e-6)
     assert training.load_metric("glue", "rte").compute(predictions=[0, 1], references=[0, 0]) == {"accuracy": 0.5}
 
 
@@ -134,10 +134,10 @@ def test_predictions_of_a_model_trained_by_length_are_in_the_order_of_the_test_s
 def test_run_glue_of_scores(folder, tmp_path):
     common = [*RUN, "--task_name", "stsb", "--data_dir", str(folder), "--config_overrides", TINY]
     common += ["--max_eval_samples", "8", "--output_dir", str(tmp_path / "run")]
-    found = run_glue.main([*common, "--do_train", "--do_eval", "--max_steps", "80"])
-    assert found["eval_pearson"] > 0.9
+    metrics = run_glue.main([*common, "--do_train", "--do_eval", "--max_steps", "80"])
+    assert metrics["eval_pearson"] > 0.9
     kept = json.loads((tmp_path / "run" / "all_results.json").read_text())
-    assert kept["eval_spearmanr"] == found["eval_spearmanr"]
+    assert kept["eval_spearmanr"] == metrics["eval_spearmanr"]
 
 
 def test_run_glue_with_two_validation_sets_and_a_method(folder, tmp_path):
@@ -152,5 +152,5 @@ def test_run_glue_with_two_validation_sets_and_a_method(folder, tmp_path):
     model.save_pretrained(tmp_path / "rte")
     mnli = ["--task_name", "mnli", "--model_name_or_path", str(tmp_path / "rte"), "--do_eval"]
     method = ["--method", "i-clustered clusters=2 topk=2 min_length=0"]
-    found = run_glue.main([*common, *mnli, *method, "--output_dir", str(tmp_path / "mnli")])
-    assert {"eval_matched_accuracy", "eval_mismatched_accuracy"} <= set(found)
+    metrics = run_glue.main([*common, *mnli, *method, "--output_dir", str(tmp_path / "mnli")])
+    assert {"eval_matched_accuracy", "eval_mismatched_accuracy"} <= set(metrics)

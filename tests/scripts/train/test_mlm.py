@@ -82,8 +82,8 @@ def test_evaluation_needs_no_text_to_train_on(arguments, tmp_path):
     run_mlm.main([*arguments, *model, "--max_steps", "1", "--output_dir", str(tmp_path / "run")])
     held_out = arguments[arguments.index("--validation_files") :]
     alone = ["--model_name_or_path", str(tmp_path / "run"), "--use_cpu", "--report_to", "none", "--block_length", "16"]
-    found = run_mlm.main([*alone, *held_out, "--do_eval", "--output_dir", str(tmp_path / "check")])
-    assert found["perplexity"] > 1
+    metrics = run_mlm.main([*alone, *held_out, "--do_eval", "--output_dir", str(tmp_path / "check")])
+    assert metrics["perplexity"] > 1
 
 
 def test_too_little_text_for_pairs_raises():
@@ -96,9 +96,9 @@ def test_too_little_text_for_pairs_raises():
 @pytest.mark.parametrize("model_type", MODELS)
 def test_run_mlm_learns(model_type, arguments, tmp_path):
     model = ["--model_type", model_type, "--config_overrides", MODELS[model_type]]
-    found = run_mlm.main([*arguments, *model, "--max_steps", "150", "--output_dir", str(tmp_path / "run")])
-    assert found["eval_accuracy"] > 0.5
-    assert found["perplexity"] < 4
+    metrics = run_mlm.main([*arguments, *model, "--max_steps", "150", "--output_dir", str(tmp_path / "run")])
+    assert metrics["eval_accuracy"] > 0.5
+    assert metrics["perplexity"] < 4
     loaded = AutoModelForMaskedLM.from_pretrained(tmp_path / "run")
     assert loaded.config.model_type == model_type
     longest = AutoTokenizer.from_pretrained(tmp_path / "run")("cat " * 99, truncation=True, return_tensors="pt")

@@ -33,15 +33,15 @@ METHOD = ["--method", "bi-clustered clusters=2 topk=2 key_clusters=4 min_length=
 PLACES = ["Łódź", "the sea", "Rome", "a hill"]
 
 
-def score(name, found, *wanted, **more):
+def score(name, answer, *wanted, **more):
     """What the metric says about one question."""
-    prediction = {"id": "1", "prediction_text": found} | METRICS[name]
+    prediction = {"id": "1", "prediction_text": answer} | METRICS[name]
     reference = {"id": "1", "answers": {"text": list(wanted), "answer_start": [0] * len(wanted)}}
     return training.load_metric(name).compute(predictions=[prediction], references=[reference], **more)
 
 
 @pytest.mark.parametrize(
-    ("found", "wanted", "exact", "f1"),
+    ("answer", "wanted", "exact", "f1"),
     [
         ("Denver Broncos", ["Denver Broncos"], 100, 100),
         ("the Denver  Broncos!", ["Denver Broncos"], 100, 100),
@@ -56,8 +56,8 @@ def score(name, found, *wanted, **more):
     ],
 )
 @pytest.mark.parametrize("name", METRICS)
-def test_one_answer_by_hand(name, found, wanted, exact, f1):
-    result = score(name, found, *wanted)
+def test_one_answer_by_hand(name, answer, wanted, exact, f1):
+    result = score(name, answer, *wanted)
     assert result["exact_match" if name == "squad" else "exact"] == exact
     assert result["f1"] == pytest.approx(f1)
 
@@ -71,11 +71,11 @@ def test_answers_without_a_word():
 
 def test_mean_over_questions_in_any_order():
     answers = {"text": ["hill"], "answer_start": [0]}
-    found = training.load_metric("squad").compute(
+    scores = training.load_metric("squad").compute(
         predictions=[{"id": "2", "prediction_text": "sea"}, {"id": "1", "prediction_text": "a hill"}],
         references=[{"id": name, "answers": answers} for name in "12"],
     )
-    assert found == {"exact_match": 50, "f1": 50}
+    assert scores == {"exact_match": 50, "f1": 50}
 
 
 @pytest.mark.parametrize("name", METRICS)
@@ -111,7 +111,7 @@ def test_v2_by_hand():
         for number, (_, _, wanted) in enumerate(V2)
     ]
     metric = training.load_metric("squad_v2")
-    found = metric.compute(predictions=predictions, references=references, no_answer_threshold=0.35)
+    scores = metric.compute(predictions=predictions, references=references, no_answer_threshold=0.35)
     expected = {
         **{"exact": 40, "f1": 100 * (1 + 2 / 3 + 1) / 5, "total": 5},
         **{"HasAns_exact": 100 / 3, "HasAns_f1": 100 * (1 + 2 / 3) / 3, "HasAns_total": 3},
@@ -119,20 +119,20 @@ def test_v2_by_hand():
         # To refuse all scores 2. Up to 0.1, exact is 3 and never more; F1 gains 2/3 at 0.2.
         **{"best_exact": 60, "best_exact_thresh": 0.1, "best_f1": 100 * (2 + 5 / 3) / 5, "best_f1_thresh": 0.2},
     }
-    assert list(found) == list(expected)
-    assert found == pytest.approx(expected)
+    assert list(scores) == list(expected)
+    assert scores == pytest.approx(expected)
     assert metric.compute(predictions=predictions, references=references)["NoAns_exact"] == 0
 
 
 def test_v2_best_threshold_takes_equal_probabilities_together():
     """The right answer cannot be given without the wrong one beside it, which ruins the gain."""
     answers = [{"text": ["hill"], "answer_start": [0]}, {"text": [], "answer_start": []}]
-    found = training.load_metric("squad_v2").compute(
+    scores = training.load_metric("squad_v2").compute(
         predictions=[{"id": name, "prediction_text": "hill", "no_answer_probability": 0.5} for name in "12"],
         references=[{"id": name, "answers": answer} for name, answer in zip("12", answers, strict=True)],
     )
-    assert (found["best_exact"], found["best_exact_thresh"]) == (50, 0.0)
-    assert (found["HasAns_total"], found["NoAns_total"]) == (1, 1)
+    assert (scores["best_exact"], scores["best_exact_thresh"]) == (50, 0.0)
+    assert (scores["HasAns_total"], scores["NoAns_total"]) == (1, 1)
 
 
 def test_metrics_load_by_their_path_alone(tmp_path, monkeypatch):
@@ -238,9 +238,9 @@ def test_windows_of_any_text(pieces, before, length):
     row = {"id": "1", "question": "Where?", "context": text, "answers": answers}
     tokenizer = small_tokenizer(["Łódź cat don't"])
     _, windows = windows_of([row], tokenizer, max_length=64, stride=40)
-    found = [window for window in windows if window["start_positions"] != window["null_position"]]
-    assert found, "an answer of no more tokens than the stride lies in some window"
-    for window in found:
+    with_answer = [window for window in windows if window["start_positions"] != window["null_position"]]
+    assert with_answer, "an answer of no more tokens than the stride lies in some window"
+    for window in with_answer:
         first, last = (window[name] - window["text_start"] for name in ("start_positions", "end_positions"))
         assert text[window["token_starts"][first] : window["token_ends"][last]].strip() == answer.strip()
 
@@ -307,13 +307,13 @@ def test_the_best_answer_over_windows():
     # Mark, question, words of the text, padding: high logits where no answer may be.
     start = np.array([[0, 9, 1, 0, 2, 0], [3, 9, 5, 0, 0, 9]], dtype=np.float32)
     end = np.array([[1, 9, 0, 0, 2, 1], [3, 9, 4, 1, 0, 9]], dtype=np.float32)
-    (found,) = qa_features.find_answers(questions, windows, start, end, 3, 2, with_null=True).values()
+    (answers,) = qa_features.find_answers(questions, windows, start, end, 3, 2, with_null=True).values()
     # The empty answer comes from the first window: the second is surer that the answer lies elsewhere.
-    assert [answer["text"] for answer in found] == ["three", "three four", "two three", ""]
-    assert [answer["answer_start"] for answer in found] == [8, 8, 4, -1]
-    scores = [answer["start_logit"] + answer["end_logit"] for answer in found]
+    assert [answer["text"] for answer in answers] == ["three", "three four", "two three", ""]
+    assert [answer["answer_start"] for answer in answers] == [8, 8, 4, -1]
+    scores = [answer["start_logit"] + answer["end_logit"] for answer in answers]
     assert scores == [9, 6, 2, 1]
-    assert [answer["probability"] for answer in found] == pytest.approx(np.exp(scores) / np.exp(scores).sum())
+    assert [answer["probability"] for answer in answers] == pytest.approx(np.exp(scores) / np.exp(scores).sum())
 
 
 @pytest.fixture
@@ -352,8 +352,8 @@ def test_rows_with_blank_lines_and_rare_line_ends(tmp_path):
     """A character at which Python ends lines, though not JSON lines, and answers as SQuAD writes them."""
     row = {"id": 1, "question": "q", "context": "a\u2028b", "answers": [{"text": "b", "answer_start": 2}]}
     (tmp_path / "one.jsonl").write_text(json.dumps(row, ensure_ascii=False) + "\n\n", encoding="utf-8")
-    (found,) = qa_features.read_questions(str(tmp_path / "one.jsonl"))
-    assert found == row | {"id": "1", "answers": {"text": ["b"], "answer_start": [2]}}
+    (question,) = qa_features.read_questions(str(tmp_path / "one.jsonl"))
+    assert question == row | {"id": "1", "answers": {"text": ["b"], "answer_start": [2]}}
 
 
 def command(files, kind, folder, *more, version="v1"):
@@ -380,11 +380,11 @@ def test_run_qa_learns_resumes_and_keeps_its_answers(files, tmp_path):
         for name in ("eval_predictions", "eval_nbest_predictions", "all_results")
     }
     rows = question_rows()
-    found = training.load_metric("squad").compute(
+    scores = training.load_metric("squad").compute(
         predictions=[{"id": name, "prediction_text": text} for name, text in kept["eval_predictions"].items()],
         references=[{"id": row["id"], "answers": row["answers"]} for row in rows],
     )
-    assert found["f1"] == kept["all_results"]["eval_f1"] == whole["eval_f1"]
+    assert scores["f1"] == kept["all_results"]["eval_f1"] == whole["eval_f1"]
     for row in rows:
         answers = kept["eval_nbest_predictions"][row["id"]]
         assert answers[0]["text"] == kept["eval_predictions"][row["id"]]
@@ -408,11 +408,11 @@ def test_run_qa_refuses_questions(kind, files, tmp_path, monkeypatch):
 
     monkeypatch.setattr(model_class, "forward", watched)
     more = ["--version_2_with_negative", "--null_score_diff_threshold", "1.5", "--pad_to_max_length"]
-    found = run_qa.main(command(files, kind, tmp_path, *more, "--max_steps", "20", version="v2"))
+    metrics = run_qa.main(command(files, kind, tmp_path, *more, "--max_steps", "20", version="v2"))
     assert ("token_type_ids" in given_names) == (kind in ("cst", "clusterformer"))
     assert "attention_mask" in given_names
-    assert (found["eval_HasAns_total"], found["eval_NoAns_total"]) == (16, 4)
-    assert found["eval_best_f1"] >= found["eval_f1"]
+    assert (metrics["eval_HasAns_total"], metrics["eval_NoAns_total"]) == (16, 4)
+    assert metrics["eval_best_f1"] >= metrics["eval_f1"]
     kept = {
         name: json.loads((tmp_path / f"eval_{name}.json").read_text("utf-8"))
         for name in ("predictions", "nbest_predictions", "null_odds")
@@ -428,7 +428,7 @@ def test_run_qa_refuses_questions(kind, files, tmp_path, monkeypatch):
         references=[{"id": row["id"], "answers": row["answers"]} for row in qa_features.read_questions(files["v2"])],
     )
     scores = [name for name in by_file if not name.startswith("best_")]
-    assert [found[f"eval_{name}"] for name in scores] == [by_file[name] for name in scores]
+    assert [metrics[f"eval_{name}"] for name in scores] == [by_file[name] for name in scores]
     assert AutoModelForQuestionAnswering.from_pretrained(tmp_path).config.model_type == kind
 
 

@@ -51,9 +51,9 @@ def test_run_clm_learns_and_resumes(tmp_path):
 def test_ngram_losses_by_hand():
     """Two tokens that alternate: the bigram knows what follows, the unigram half of it."""
     rows = datasets.Dataset.from_dict({"input_ids": [[0, 1] * 500]})
-    found = run_clm.ngram_losses(rows, rows, vocab_size=2)
-    assert found["unigram_loss"] == pytest.approx(math.log(2))
-    assert found["bigram_loss"] < 0.01
+    losses = run_clm.ngram_losses(rows, rows, vocab_size=2)
+    assert losses["unigram_loss"] == pytest.approx(math.log(2))
+    assert losses["bigram_loss"] < 0.01
 
 
 def test_run_clm_strips_what_gutenberg_adds(tmp_path):
@@ -80,14 +80,14 @@ def class_files(tmp_path):
 @pytest.mark.slow_except("bert")
 @pytest.mark.parametrize("model_type", SMALL)
 def test_run_classification_from_scratch(model_type, class_files, tmp_path):
-    found = run_classification.main(
+    metrics = run_classification.main(
         [
             *(*RUN, "--class_files", *class_files, "--vocab_size", "300", "--max_length", "32"),
             *("--model_type", model_type, "--config_overrides", SMALL[model_type], "--do_train", "--do_eval"),
             *("--num_train_epochs", "12", "--logging_steps", "10", "--output_dir", str(tmp_path / "run")),
         ]
     )
-    assert found["eval_accuracy"] == 1.0
+    assert metrics["eval_accuracy"] == 1.0
     assert json.loads((tmp_path / "run" / "all_results.json").read_text())["eval_accuracy"] == 1.0
     model = AutoModelForSequenceClassification.from_pretrained(tmp_path / "run")
     assert (model.config.model_type, model.config.num_labels) == (model_type, 2)
@@ -96,7 +96,7 @@ def test_run_classification_from_scratch(model_type, class_files, tmp_path):
 
 
 def test_tensorboard_gets_the_losses_and_what_the_clusters_do(class_files, tmp_path):
-    found = run_classification.main(
+    metrics = run_classification.main(
         [
             *("--class_files", *class_files, "--vocab_size", "300", "--max_length", "32", "--do_train", "--do_eval"),
             *("--model_type", "clusterformer", "--config_overrides", SMALL["clusterformer"], "--use_cpu"),
@@ -111,7 +111,7 @@ def test_tensorboard_gets_the_losses_and_what_the_clusters_do(class_files, tmp_p
         seen = {event.step: event.value for event in events.Scalars(f"train/{name}")}
         assert seen == pytest.approx({row["step"]: row[name] for row in log if "loss" in row}, abs=1e-6)
         assert list(seen) == [2, 4, 6]
-    assert events.Scalars("eval/loss")[-1].value == pytest.approx(found["eval_loss"], abs=1e-6)
+    assert events.Scalars("eval/loss")[-1].value == pytest.approx(metrics["eval_loss"], abs=1e-6)
 
 
 def test_smoothed_labels_would_lose_the_losses_of_clusters(class_files, tmp_path):
@@ -189,12 +189,12 @@ def test_texts_end_with_the_mark_of_their_tokenizer(real_model_folder):
     """Not with the words of another one's mark."""
     texts = datasets.DatasetDict({"train": datasets.Dataset.from_dict({"text": ["a line", "two"]})})
     bert = AutoTokenizer.from_pretrained(real_model_folder)
-    found = text_data.blocks(texts, bert, 5)["train"]["input_ids"][0]
-    assert bert.convert_ids_to_tokens(found) == ["a", "line", "[SEP]", "two", "[SEP]"]
-    own = training.train_tokenizer(["a line", "two"] * 9, 270)
-    whole = own("a line")["input_ids"]
-    found = text_data.blocks(texts, own, len(whole) + 1)["train"]["input_ids"][0]
-    assert found == [*whole, own.eos_token_id]
+    ids = text_data.blocks(texts, bert, 5)["train"]["input_ids"][0]
+    assert bert.convert_ids_to_tokens(ids) == ["a", "line", "[SEP]", "two", "[SEP]"]
+    trained = training.train_tokenizer(["a line", "two"] * 9, 270)
+    whole = trained("a line")["input_ids"]
+    ids = text_data.blocks(texts, trained, len(whole) + 1)["train"]["input_ids"][0]
+    assert ids == [*whole, trained.eos_token_id]
     assert run_clm.tokens_per_word(texts["train"], bert) == pytest.approx(5 / 3)
 
 
@@ -250,8 +250,8 @@ def test_a_model_from_scratch_is_evaluated_without_a_training_split(tmp_path):
     (tmp_path / "test.jsonl").write_text("\n".join(rows))
     command = f"--validation_files {tmp_path / 'test.jsonl'} --model_type bert --config_overrides {SMALL['bert']}"
     command += f" --max_length 32 --do_eval --use_cpu --output_dir {tmp_path}"
-    found = run_classification.main(command.split())
-    assert 0 <= found["eval_accuracy"] <= 1
+    metrics = run_classification.main(command.split())
+    assert 0 <= metrics["eval_accuracy"] <= 1
 
 
 @pytest.mark.parametrize(

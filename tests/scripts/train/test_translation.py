@@ -47,7 +47,7 @@ def bleu(predictions, references, **options):
 
 
 @pytest.mark.parametrize(
-    ("options", "own"),
+    ("options", "kwargs"),
     [
         ({}, {}),
         ({"lowercase": True, "tokenize": "char"}, {"lowercase": True, "tokenize": "char"}),
@@ -57,16 +57,16 @@ def bleu(predictions, references, **options):
     ids=str,
 )
 @pytest.mark.parametrize("count", [1, 3])
-def test_bleu_is_that_of_sacrebleu(options, own, count):
+def test_bleu_is_that_of_sacrebleu(options, kwargs, count):
     draw = random.Random(0)
     several = [[" ".join(draw.choices(["A", "cat", "sat", "."], k=7)) for _ in range(20)] for _ in range(count + 1)]
     predictions, *references = several
-    expected = sacrebleu.corpus_bleu(predictions, references, **own)
-    found = bleu(predictions, list(zip(*references, strict=True)), **options)
-    assert found == {name: getattr(expected, name) for name in found} | {"score": pytest.approx(expected.score)}
-    assert list(found) == ["score", "counts", "totals", "precisions", "bp", "sys_len", "ref_len"]
+    expected = sacrebleu.corpus_bleu(predictions, references, **kwargs)
+    scores = bleu(predictions, list(zip(*references, strict=True)), **options)
+    assert scores == {name: getattr(expected, name) for name in scores} | {"score": pytest.approx(expected.score)}
+    assert list(scores) == ["score", "counts", "totals", "precisions", "bp", "sys_len", "ref_len"]
     if count == 1:
-        assert bleu(predictions, references[0], **options) == found
+        assert bleu(predictions, references[0], **options) == scores
 
 
 def test_bleu_needs_as_many_references_to_every_text():
@@ -182,17 +182,17 @@ def test_a_dictionary_is_learnt(assignment, pairs, tmp_path):
     folder = tmp_path / "run"
     common = [*pairs, "--num_beams", "2", "--label_smoothing_factor", "0.1", "--output_dir", str(folder)]
     common += "--train_sampling_strategy group_by_length --do_eval --do_predict".split()  # noqa: SIM905
-    found = run_translation.main(
+    metrics = run_translation.main(
         [*common, *scratch("clusterformer", assignment=assignment), "--do_train", "--max_steps", "250"]
     )
-    assert found["test_bleu"] > 50
-    assert found["eval_bleu"] > 50
-    assert json.loads((folder / "all_results.json").read_text())["test_bleu"] == found["test_bleu"]
+    assert metrics["test_bleu"] > 50
+    assert metrics["eval_bleu"] > 50
+    assert json.loads((folder / "all_results.json").read_text())["test_bleu"] == metrics["test_bleu"]
     assert (len(lines(folder / "eval_translations.txt")), len(lines(folder / "test_translations.txt"))) == (30, 40)
     model = AutoModelForSeq2SeqLM.from_pretrained(folder)
     assert model.config.decoder_start_token_id == AutoTokenizer.from_pretrained(folder).bos_token_id
     again = run_translation.main([*common, "--model_name_or_path", str(folder), "--num_beams", "1"])
-    assert again["eval_loss"] == pytest.approx(found["eval_loss"], abs=1e-5)
+    assert again["eval_loss"] == pytest.approx(metrics["eval_loss"], abs=1e-5)
     loss_only = run_translation.main([*common[:-1], "--prediction_loss_only", "--model_name_or_path", str(folder)])
     assert "eval_bleu" not in loss_only
 
@@ -231,8 +231,8 @@ def test_kinds_of_models(model_type, more, pairs, tmp_path, monkeypatch):
     samples = "--max_train_samples 90 --max_eval_samples 7 --max_predict_samples 5 --max_steps 4".split()  # noqa: SIM905
     changes = {"max_position_embeddings": 64, "vocabulary": ()} if more == BYTES else {}
     samples += ["--do_train", "--do_eval", "--do_predict", "--output_dir", str(tmp_path / "run")]
-    found = run_translation.main([*pairs, *scratch(model_type, **changes), *more, *samples])
-    assert math.isfinite(found["train_loss"])
+    metrics = run_translation.main([*pairs, *scratch(model_type, **changes), *more, *samples])
+    assert math.isfinite(metrics["train_loss"])
     assert [len(lines(tmp_path / "run" / f"{name}_translations.txt")) for name in ("eval", "test")] == [7, 5]
     for tokenizer, batch in batches:
         inputs = {"input_ids", "attention_mask"}
@@ -255,8 +255,8 @@ def test_smoothed_labels_leave_the_losses_of_the_clustering(pairs, tmp_path):
     for smoothing in ("0", "0.1"):
         for weight in (0.0, 1.0):
             model = scratch("clusterformer", cluster_loss_weight=weight, sorting_loss_weight=weight)
-            found = run_translation.main([*common, *model, "--label_smoothing_factor", smoothing])
-            losses[smoothing, weight] = found["train_loss"]
+            metrics = run_translation.main([*common, *model, "--label_smoothing_factor", smoothing])
+            losses[smoothing, weight] = metrics["train_loss"]
     expected = losses["0", 1.0] - losses["0", 0.0]
     assert abs(expected) > 0.1
     assert losses["0.1", 1.0] - losses["0.1", 0.0] == pytest.approx(expected, abs=1e-4)
