@@ -339,7 +339,7 @@ def test_kept_in_a_file_and_loaded(tmp_path: Path) -> None:
     assert said.startswith("Within an error of 20%:")
     assert all(name in said for name in ("4 texts of 40 tokens", "i-clustered clusters=3 topk=2", "exact"))
     assert sum(int(line.split()[0]) for line in said.splitlines()[1:]) == 6
-    later = replace(found, settings=replace(found.settings, min_length=32))
+    later = replace(calibration, settings=replace(calibration.settings, min_length=32))
     assert str(later) == f"{said}\nTexts of fewer than 32 tokens run exact attention."
     with pytest.raises(ValueError, match="which calibrate did not find"):
         hf_effattn.Calibration.load({"method": "clustered"})
