@@ -42,15 +42,9 @@ BASELINE: dict[str, dict[str, Any]] = {TRANSFORMER: {"composition": "full", "pos
 TRANSFORMERS = BASELINE | {"Transformer, VIPE": {"composition": "full"}}
 # What run_clm and run_classification report of a run.
 KEPT = (
-    "perplexity",
-    "word_perplexity",
-    "eval_loss",
-    "eval_accuracy",
-    "test_loss",
-    "test_accuracy",
-    "parameters",
+    "perplexity", "word_perplexity", "eval_loss", "eval_accuracy", "test_loss", "test_accuracy", "parameters",
     "train_seconds",
-)
+)  # fmt: skip
 COMMON: dict[str, Any] = {
     "lr_scheduler_type": "linear",
     "save_total_limit": 1,

@@ -15,20 +15,9 @@ from hf_effattn.models import CSTForCausalLM, CSTModel
 every_variant = pytest.mark.parametrize("variant", VARIANTS)
 # All but those beyond the paper (more levels, global tokens) and those outside the attention (norms).
 TWO_LEVELS = [
-    "paper",
-    "half_extension",
-    "whole_extension",
-    "max_pooling",
-    "linear_pooling",
-    "parallel",
-    "global_local",
-    "mlp",
-    "mlp_global_local",
-    "separate_projections",
-    "absolute_positions",
-    "slices_of_one",
-    "one_slice",
-]
+    "paper", "half_extension", "whole_extension", "max_pooling", "linear_pooling", "parallel", "global_local", "mlp",
+    "mlp_global_local", "separate_projections", "absolute_positions", "slices_of_one", "one_slice",
+]  # fmt: skip
 
 
 def rows_times(rows, linear, with_bias=True):

@@ -18,15 +18,8 @@ from hf_effattn.models import ClusterFormerModel, CSTModel
 # Causal ones know each word's cluster from the words before it; centroids have seen later words.
 STRICT = ("neural", "dot", "post_norm", "wide_window", "lsh", "full")
 CAUSAL_CST = (
-    "paper",
-    "half_extension",
-    "three_levels",
-    "max_pooling",
-    "parallel",
-    "global_local",
-    "one_slice",
-    "full",
-)
+    "paper", "half_extension", "three_levels", "max_pooling", "parallel", "global_local", "one_slice", "full",
+)  # fmt: skip
 BUILT: dict[str, list[tuple[str, bool]]] = {
     "clusterformer": [*product(clusterformer_cases.VARIANTS, [False]), *product(STRICT, [True])],
     "cst": [*product(cst_models.VARIANTS, [False]), *product(CAUSAL_CST, [True])],

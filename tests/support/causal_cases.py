@@ -52,15 +52,7 @@ CASES = (
     Case("odd_dimensions", D=5, Dv=3, segment_length=7, window=6),
     Case("one_cluster", clusters=1),
     Case("one_cluster_and_dropout", clusters=1, topk=11, dropout_p=0.3, H=4, key_heads=2, Dv=5),
-    Case(
-        "one_cluster_some_heads_exact",
-        clusters=1,
-        max_predicted_error=0.1,
-        H=6,
-        key_heads=3,
-        key_clusters=2,
-        masks="holes",
-    ),
+    Case("one_cluster_some_heads_exact", **SOME_EXACT | {"clusters": 1, "max_predicted_error": 0.1}, masks="holes"),
     Case("more_clusters_than_queries", clusters=100),
     Case("topk_beyond_the_first_older_keys", topk=11),
     Case("topk_beyond_keys", topk=99),
@@ -87,50 +79,44 @@ CASES = (
 CASES = tuple(replace(case, B=1) if case.masks == "none" else case for case in CASES)
 
 SMALL = Case("plain", B=1, N=37, segment_length=8, window=8)
+FEW_CLUSTERS, GROUPED = {"clusters": 2, "key_clusters": 2}, {"H": 4, "key_heads": 2}
+
+
+def small(name, **changes):
+    return replace(SMALL, name=name, **changes)
+
+
 KERNEL_CASES = (
     SMALL,
-    replace(SMALL, name="first_token_beyond_the_window", N=17),
-    replace(SMALL, name="whole_segments", N=32, window=3, H=1),
-    replace(SMALL, name="no_window", window=0),
-    replace(SMALL, name="window_of_many_segments", window=17, N=50),
-    replace(SMALL, name="segments_of_one_token", segment_length=1, window=3, N=7),
-    replace(SMALL, name="segments_of_many_tiles", H=1, segment_length=70, window=40, N=150, clusters=3, topk=40),
-    replace(SMALL, name="odd_dimensions", D=20, Dv=40),
-    replace(SMALL, name="one_cluster", clusters=1, key_clusters=1),
-    replace(
-        SMALL,
-        name="one_cluster_some_heads_exact",
+    small("first_token_beyond_the_window", N=17),
+    small("whole_segments", N=32, window=3, H=1),
+    small("no_window", window=0),
+    small("window_of_many_segments", window=17, N=50),
+    small("segments_of_one_token", segment_length=1, window=3, N=7),
+    small("segments_of_many_tiles", H=1, segment_length=70, window=40, N=150, clusters=3, topk=40),
+    small("odd_dimensions", D=20, Dv=40),
+    small("one_cluster", clusters=1, key_clusters=1),
+    small(
+        "one_cluster_some_heads_exact",
         clusters=1,
         key_clusters=3,
-        H=4,
-        key_heads=2,
         max_predicted_error=0.1,
         B=2,
         masks="left",
+        **GROUPED,
     ),
-    replace(SMALL, name="more_clusters_than_queries", clusters=40, H=1),
-    replace(SMALL, name="topk_beyond_keys", topk=99),
-    replace(SMALL, name="no_iterations", iterations=0),
-    replace(SMALL, name="grouped_heads", H=4, key_heads=2),
-    replace(SMALL, name="sinks_of_grouped_heads", H=4, key_heads=2, sinks=True),
-    replace(SMALL, name="sinks_and_holes", B=2, N=29, masks="holes", sinks=True, clusters=2, key_clusters=2),
-    replace(SMALL, name="all_heads_exact", max_predicted_error=0.0),
-    replace(
-        SMALL, name="some_heads_exact", max_predicted_error=0.08, H=4, key_heads=2, clusters=2, key_clusters=2, N=33
-    ),
-    replace(SMALL, name="right_padding", B=2, H=1, masks="right"),
-    replace(SMALL, name="row_fully_padded", B=2, H=1, masks="row", N=30),
-    replace(SMALL, name="holes", B=2, H=1, masks="holes"),
-    replace(
-        SMALL,
-        name="some_heads_exact_and_holes",
-        B=2,
-        max_predicted_error=0.06,
-        key_heads=1,
-        clusters=2,
-        key_clusters=2,
-        masks="holes",
-    ),
+    small("more_clusters_than_queries", clusters=40, H=1),
+    small("topk_beyond_keys", topk=99),
+    small("no_iterations", iterations=0),
+    small("grouped_heads", **GROUPED),
+    small("sinks_of_grouped_heads", **GROUPED, sinks=True),
+    small("sinks_and_holes", B=2, N=29, masks="holes", sinks=True, **FEW_CLUSTERS),
+    small("all_heads_exact", max_predicted_error=0.0),
+    small("some_heads_exact", max_predicted_error=0.08, N=33, **GROUPED, **FEW_CLUSTERS),
+    small("right_padding", B=2, H=1, masks="right"),
+    small("row_fully_padded", B=2, H=1, masks="row", N=30),
+    small("holes", B=2, H=1, masks="holes"),
+    small("some_heads_exact_and_holes", B=2, max_predicted_error=0.06, key_heads=1, masks="holes", **FEW_CLUSTERS),
 )
 
 

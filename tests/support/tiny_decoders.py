@@ -209,22 +209,9 @@ SIZES: dict[str, dict[str, Any]] = {
 }
 # Before, transformers had other configs for them, caches that forget their past, or attention out of reach.
 FROM_5_23 = (
-    "nemotron",
-    "modernbert-decoder",
-    "gemma4_text",
-    "falcon_h1",
-    "qwen3_next",
-    "qwen3_5_text",
-    "qwen3_5_moe_text",
-    "granitemoehybrid",
-    "jamba",
-    "nemotron_h",
-    "lfm2",
-    "lfm2_moe",
-    "bamba",
-    "olmo_hybrid",
-    "gemma3n_text",
-)
+    "nemotron", "modernbert-decoder", "gemma4_text", "falcon_h1", "qwen3_next", "qwen3_5_text", "qwen3_5_moe_text",
+    "granitemoehybrid", "jamba", "nemotron_h", "lfm2", "lfm2_moe", "bamba", "olmo_hybrid", "gemma3n_text",
+)  # fmt: skip
 # Transformers runs them eagerly: with attention sinks, the last one in layers with windows only, or softcapping.
 SINKING = ("gpt_oss", "granite_swa", "granitemoe_swa", "flint", "mimo_v2_flash")
 EAGER = (*SINKING, "gemma2", "vaultgemma")

@@ -158,20 +158,9 @@ OWN_INITIALIZATION = ("neomme", "siglip_vision_model", "siglip2_vision_model", "
 # One of every way in which a model hands its attention queries, keys, masks and keywords; what tests show of these
 # they show of all others too, which are left to `make test-slow` there.
 KINDS = (
-    "bert",
-    "roberta",
-    "distilbert",
-    "albert",
-    "modernbert",
-    "vit",
-    "wav2vec2",
-    "whisper",
-    "eurobert",
-    "embedding_gemma2_text",
-    "esm",
-    "siglip2_vision_model",
-    "bart",
-)
+    "bert", "roberta", "distilbert", "albert", "modernbert", "vit", "wav2vec2", "whisper", "eurobert",
+    "embedding_gemma2_text", "esm", "siglip2_vision_model", "bart",
+)  # fmt: skip
 
 
 as_one_graph = pytest.mark.skipif(parse(torch.__version__) < parse("2.7"), reason="torch 2.6 compiles no whole model")

@@ -30,26 +30,10 @@ TINY = [{"method": "bi-clustered", "exact_keys": 6, "key_clusters": 1, "segment_
 LENGTH = 61
 # Their routers, or layers without attention, calculate in float32 whatever the model's dtype.
 FLOAT32_WITHIN = (
-    "glm4_moe",
-    "glm4_moe_lite",
-    "minimax_m2",
-    "qwen3_next",
-    "qwen3_5_text",
-    "qwen3_5_moe_text",
-    "granitemoehybrid",
-    "falcon_h1",
-    "nemotron_h",
-    "mimo_v2_flash",
-    "exaone_moe",
-    "laguna",
-    "dots1",
-    "hy_v3",
-    "solar_open",
-    "bamba",
-    "bailing_hybrid",
-    "kimi_linear",
-    "olmo_hybrid",
-)
+    "glm4_moe", "glm4_moe_lite", "minimax_m2", "qwen3_next", "qwen3_5_text", "qwen3_5_moe_text", "granitemoehybrid",
+    "falcon_h1", "nemotron_h", "mimo_v2_flash", "exaone_moe", "laguna", "dots1", "hy_v3", "solar_open", "bamba",
+    "bailing_hybrid", "kimi_linear", "olmo_hybrid",
+)  # fmt: skip
 # transformers itself lets packed sequences see each other there.
 NOT_PACKED = ("opt", "biogpt", "granitemoehybrid", "gpt_oss", "afmoe")
 FAST = ("gpt2", "llama", "opt", "gpt_oss")  # the others differ in projections and positions, not in what attends
