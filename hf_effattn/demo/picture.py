@@ -78,4 +78,4 @@ def _draw_search(panel: Any, result: DemoResult) -> None:
     panel.set_xlim(-1.6, 2.6)
     panel.set_ylim(NEAREST - 0.3, -1.2)
     panel.axis("off")
-    panel.set_title(f"A search in {len(result.passages)} passages: {result.stayed()}", loc="left")
+    panel.set_title(f"Searching {len(result.passages)} passages with the text: {result.stayed()}", loc="left")

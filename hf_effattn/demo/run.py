@@ -63,8 +63,10 @@ class DemoResult:
 
     def stayed(self) -> str:
         """How many of the nearest passages are so with either vector."""
-        same = len(self.nearest(EXACT).keys() & self.nearest(PATCHED).keys())
-        return f"{'all' if same == NEAREST else f'{same} of the'} {NEAREST} nearest passages stayed"
+        before, after = list(self.nearest(EXACT)), list(self.nearest(PATCHED))
+        if (same := len({*before} & {*after})) < NEAREST:
+            return f"{same} of the {NEAREST} nearest passages stayed"
+        return f"all {NEAREST} nearest passages stayed{'' if before == after else ', in another order'}"
 
 
 @torch.no_grad()

@@ -29,6 +29,8 @@ def test_the_nearest_passages_are_ranked_by_cosine(result):
     assert list(result.nearest("exact")) == ["at 0", "at 0.1", "at 0.2", "at 0.3", "at -0.41"]
     assert result.nearest("exact")["at 0.1"] == pytest.approx(math.cos(0.1))
     assert result.cosine() == pytest.approx(math.cos(0.02))
+    result.vectors["patched"] = at_angle(-0.06)
+    assert result.stayed() == "all 5 nearest passages stayed, in another order"
 
 
 def test_words_follow_the_numbers(result):
