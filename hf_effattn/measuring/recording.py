@@ -46,7 +46,7 @@ class SeenAttention:
         key_mask (`torch.BoolTensor`, *optional*): `(B, N)`, True = attend; None where nothing is masked.
         scale (`float`, *optional*): factor on the scores; None means `D ** -0.5`.
         causal (`bool`): whether no query sees a later key.
-        sinks (`torch.Tensor`, *optional*): `(H,)`, of a score that has a weight and no value.
+        attention_sinks (`torch.Tensor`, *optional*): `(H,)`, of a score that has a weight and no value.
         positions (`tuple`, *optional*): what a converted module projected of its positions.
         exact (`Callable`): runs the model's exact attention, `(B, N, H, D)`.
     """
@@ -60,14 +60,14 @@ class SeenAttention:
     key_mask: torch.Tensor | None
     scale: float | None
     causal: bool
-    sinks: torch.Tensor | None
+    attention_sinks: torch.Tensor | None
     positions: PositionTerms | None
     exact: Callable[[], torch.Tensor]
 
     @property
     def options(self) -> dict[str, Any]:
         """The fields of `Options` for `Method.run`."""
-        names = "key_mask", "scale", "causal", "sinks", "positions"
+        names = "key_mask", "scale", "causal", "attention_sinks", "positions"
         return {name: getattr(self, name) for name in names}
 
 
@@ -105,10 +105,10 @@ def recording_attention(
         query, key, value, positions = rows.split(query, key, value)
 
     def exact() -> torch.Tensor:
-        options = {"dropout": dropout, "scaling": scaling, "sinks": sinks}
+        options = {"dropout": dropout, "scaling": scaling, "attention_sinks": attention_sinks}
         return sdpa_path(module, query, key, value, attention_mask, **options, **kwargs)
 
-    sinks = kwargs.pop("s_aux", None)
+    attention_sinks = kwargs.pop("s_aux", None)
     watch = _watched.get(module)
     M, window = key.shape[2], kwargs.get("sliding_window")
     is_window = hides_keys(window, M, module.config) or is_window_of_image(module, M)
@@ -120,7 +120,7 @@ def recording_attention(
         inputs = cast_by_autocast(query, key, value)  # as methods get them
         mask, causal = _padding_of(attention_mask), is_causal(module)
         seen = SeenAttention(
-            module, watch.layers[which], call, *inputs, mask, scaling, causal, sinks, positions, exact
+            module, watch.layers[which], call, *inputs, mask, scaling, causal, attention_sinks, positions, exact
         )
         output = watch.observer(seen)
     return output if rows is None else rows.put_in_front(output), None

@@ -46,7 +46,7 @@ class MethodOutput:
         causal (`bool`): whether no query sees a later key.
         result (`torch.Tensor`): `(B, H, N, Dv)`.
         heads (`Sequence[int]`, *optional*): the heads that are approximated; the others have no error. None: all.
-        sinks (`torch.Tensor`, *optional*): `(H,)`, of a score that has no value.
+        attention_sinks (`torch.Tensor`, *optional*): `(H,)`, of a score that has no value.
     """
 
     query: torch.Tensor
@@ -57,7 +57,7 @@ class MethodOutput:
     causal: bool
     result: torch.Tensor
     heads: Sequence[int] | None = None
-    sinks: torch.Tensor | None = None
+    attention_sinks: torch.Tensor | None = None
 
     def checked(self, tolerance: float, on_excess: str | None, module: nn.Module | None) -> torch.Tensor:
         """The result, with the heads computed exactly whose error is above the tolerance.
@@ -158,8 +158,8 @@ class MethodOutput:
         """Exact attention of queries `(B, H, S, D)`; of heads that are exact or not asked for what was `computed`."""
         group, scale, width = query.shape[1] // self.key.shape[1], self.scale, computed.shape[3]
         key, value = self.key, self.value
-        if self.sinks is not None:
-            query, key, value, mask, scale = with_sinks(query, key, value, mask, self.sinks, scale)
+        if self.attention_sinks is not None:
+            query, key, value, mask, scale = with_sinks(query, key, value, mask, self.attention_sinks, scale)
         if query.device.type != "cpu" or torch.compiler.is_compiling():
             exact = F.scaled_dot_product_attention(
                 query, key, value, attn_mask=mask, scale=scale, enable_gqa=group > 1
@@ -207,7 +207,7 @@ class MethodOutput:
                 scale=self.scale,
                 dropout_p=0.0,
                 causal=self.causal,
-                sinks=None if self.sinks is None else self.sinks[chosen],
+                attention_sinks=None if self.attention_sinks is None else self.attention_sinks[chosen],
             )
             if mask is not None:  # as the method leaves masked rows
                 exact = exact * mask[:, None, :, None]

@@ -183,7 +183,7 @@ def head_scores(weights: torch.Tensor, rows: Sequence[int], content: torch.Tenso
 
 def _exact_rows(seen: SeenAttention, rows: list[int]) -> torch.Tensor:
     mask = visible_keys(seen.key_mask, seen.query.shape[2], causal=seen.causal)
-    options: dict[str, Any] = {"causal": seen.causal, "rows": rows, "sinks": seen.sinks}
+    options: dict[str, Any] = {"causal": seen.causal, "rows": rows, "attention_sinks": seen.attention_sinks}
     return exact_weights(seen.query.float(), seen.key.float(), mask, seen.scale, **options)[0]
 
 

@@ -44,7 +44,7 @@ def eagerly(function: Callable, query: torch.Tensor, key: torch.Tensor, value: t
 
 def exactly(query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, sinks: torch.Tensor) -> torch.Tensor:
     """As a patched model runs what it does not approximate."""
-    output = exact_attention(query, key, value, None, scale=None, dropout_p=0.0, causal=True, sinks=sinks)
+    output = exact_attention(query, key, value, None, scale=None, dropout_p=0.0, causal=True, attention_sinks=sinks)
     return output.transpose(1, 2).contiguous()
 
 
@@ -55,13 +55,13 @@ def in_blocks(
     batch, _, length, _ = query.shape
     mask = mask_of_blocks(function, None, causal=True, batch_size=batch, length=length, device=query.device)
     assert mask is not None
-    return attend_in_blocks(query, key, value, mask, causal=True, dropout=0.0, scale=None, sinks=sinks)
+    return attend_in_blocks(query, key, value, mask, causal=True, dropout=0.0, scale=None, attention_sinks=sinks)
 
 
 def approximately(query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, sinks: torch.Tensor) -> torch.Tensor:
     """As a patched model runs the other layers."""
     method = make_method("bi-clustered", causal=True, min_length=0)
-    return method.run(query, key, value, causal=True, sinks=sinks).transpose(1, 2).contiguous()
+    return method.run(query, key, value, causal=True, attention_sinks=sinks).transpose(1, 2).contiguous()
 
 
 def measure(run: dict[str, Any], device: torch.device, repeats: int) -> Rows:

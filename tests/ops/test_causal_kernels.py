@@ -223,7 +223,7 @@ def test_dropout(op, case):
 @pytest.mark.parametrize("backend", ["reference", "batched", "triton"])
 def test_a_sink_of_minus_infinity_is_none(op, backend):
     case = replace(SMALL, N=20, H=1)
-    inputs, sinks = op.make(case, torch.float32), {"sinks": torch.tensor([-torch.inf])}
+    inputs, sinks = op.make(case, torch.float32), {"attention_sinks": torch.tensor([-torch.inf])}
     plain, actual = (with_gradients(op, case, inputs | some, backend=backend) for some in ({}, sinks))
     for name, expected in plain.items():
         torch.testing.assert_close(actual[name], expected, msg=name)

@@ -140,7 +140,7 @@ def attend(method, case, query, key, value, mask, **options):
     names = "clusters", "topk", "key_clusters", "segment_length", "window", "fit_queries", "iterations"
     chosen = {name: getattr(case, name) for name in (*names, "max_predicted_error", "dropout_p")}
     if case.sinks:
-        chosen["sinks"] = make_sinks(case, query.dtype).to(query.device)
+        chosen["attention_sinks"] = make_sinks(case, query.dtype).to(query.device)
     return causal_clustered_attention(query, key, value, method=method, key_mask=mask, **{**chosen, **options})
 
 

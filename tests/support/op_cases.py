@@ -19,7 +19,7 @@ TOKENS = {
     **dict.fromkeys(("membership", "words", "sink_mask", "of_words"), 1),
 }
 # What the whole batch has in common.
-SHARED = ("query_positions", "key_positions", "sinks")
+SHARED = ("query_positions", "key_positions", "attention_sinks")
 
 
 @dataclass(frozen=True)
@@ -84,12 +84,16 @@ def _causal(method: str) -> Op:
 
     def make(case: Any, dtype: torch.dtype = torch.float64, seed: int = 0) -> Tensors:
         *tensors, mask = causal_cases.make_inputs(case, dtype, seed)
-        names = ("query", "key", "value", "key_mask", "sinks")
+        names = ("query", "key", "value", "key_mask", "attention_sinks")
         return dict(zip(names, (*tensors, mask, causal_cases.make_sinks(case, dtype)), strict=True))
 
     def call(case: Any, inputs: Tensors, **options: Any) -> Tensors:
         query, key, value, mask, sinks = inputs.values()
-        return {"output": causal_cases.attend(method, case, query, key, value, mask, **{"sinks": sinks, **options})}
+        return {
+            "output": causal_cases.attend(
+                method, case, query, key, value, mask, **{"attention_sinks": sinks, **options}
+            )
+        }
 
     window = 41 if method == "clustered" else 8  # else all older keys are exact
     return Op(

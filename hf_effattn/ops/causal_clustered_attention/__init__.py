@@ -46,7 +46,7 @@ def causal_clustered_attention(
     max_predicted_error: float | None = None,
     seed: int = 0,
     key_mask: torch.Tensor | None = None,
-    sinks: torch.Tensor | None = None,
+    attention_sinks: torch.Tensor | None = None,
     scale: float | None = None,
     dropout_p: float = 0.0,
     backend: str | None = None,
@@ -83,8 +83,8 @@ def causal_clustered_attention(
         seed (`int`): of the clustering of queries and keys.
         key_mask (`torch.BoolTensor`, *optional*): `(B, N)`, True = counts. Masked tokens are taken out, as if they
             did not stand there: their outputs are 0.
-        sinks (`torch.Tensor`, *optional*): `(H,)`, a score of each query head that takes its weight in every softmax
-            and has no value (gpt-oss), in any floating-point dtype; it has a gradient.
+        attention_sinks (`torch.Tensor`, *optional*): `(H,)`, a score of each query head that takes its weight in
+            every softmax and has no value (gpt-oss), in any floating-point dtype; it has a gradient.
         scale (`float`, *optional*): factor on the scores. Default `D ** -0.5`.
         dropout_p (`float`): dropout on the attention weights; a summary is dropped as one.
         backend (`str`, *optional*): `"reference"`, `"batched"` or `"triton"`; default: Triton on a GPU, for up to
@@ -120,7 +120,7 @@ def causal_clustered_attention(
     if key.shape[2] != N:
         raise ValueError(f"causal self-attention has as many keys as queries, got {N} queries and {key.shape[2]} keys")
     check_mask("key_mask", key_mask, key)
-    check_sinks(sinks, query)
+    check_sinks(attention_sinks, query)
     forms = reference.causal_clustered_attention, batched.causal_clustered_attention, _triton
     run = choose_backend(backend, forms, query, key, value)
     group = query.shape[1] // key.shape[1]
@@ -135,7 +135,7 @@ def causal_clustered_attention(
     clusters = min(clusters, max(1, N))
     key_clusters = min(key_clusters, segment_length) if method == "bi-clustered" else 1
     return run(
-        *(query, key, value, key_mask, draw_seed(dropout_p, query.device), sinks),
+        *(query, key, value, key_mask, draw_seed(dropout_p, query.device), attention_sinks),
         method,
         clusters,
         0 if method == "clustered" else min(topk, N),
@@ -148,5 +148,5 @@ def causal_clustered_attention(
         seed,
         query.shape[3] ** -0.5 if scale is None else float(scale),
         dropout_p,
-        learns(query, key, value, sinks),
+        learns(query, key, value, attention_sinks),
     )

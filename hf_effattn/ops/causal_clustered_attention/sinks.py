@@ -14,11 +14,11 @@ def check_sinks(sinks: object, query: torch.Tensor) -> None:
         return
     if not isinstance(sinks, torch.Tensor) or not sinks.is_floating_point():
         kind = sinks.dtype if isinstance(sinks, torch.Tensor) else type(sinks).__name__
-        raise TypeError(f"sinks must be a floating-point tensor or None, got {kind}")
+        raise TypeError(f"attention_sinks must be a floating-point tensor or None, got {kind}")
     if sinks.shape != query.shape[1:2] or sinks.device != query.device:
         raise ValueError(
-            f"sinks must have a number for each of the {query.shape[1]} heads of query, on {query.device}; got shape "
-            f"{tuple(sinks.shape)} on {sinks.device}"
+            f"attention_sinks must have a number for each of the {query.shape[1]} heads of query, on {query.device}; "
+            f"got shape {tuple(sinks.shape)} on {sinks.device}"
         )
 
 

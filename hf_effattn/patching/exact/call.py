@@ -26,7 +26,7 @@ class Call:
     """One call of transformers: the arguments of `attention`, and what they ask for.
 
     Args:
-        sinks (`torch.Tensor`, *optional*): `(H,)`, a score of each query head that has a weight and no value.
+        attention_sinks (`torch.Tensor`, *optional*): `(H,)`, of a score that has a weight and no value.
         softcap (`float`, *optional*): the bound of the scores, by a tanh.
         wants_weights (`bool`): whether the attention weights are asked for.
         hides_future (`bool`): whether no query may see a later key.
@@ -40,7 +40,7 @@ class Call:
     key: torch.Tensor
     value: torch.Tensor
     mask: torch.Tensor | None
-    sinks: torch.Tensor | None
+    attention_sinks: torch.Tensor | None
     softcap: float | None
     scale: float | None
     dropout: float
@@ -64,12 +64,12 @@ def run_exactly(call: Call) -> AttentionOutput:
     if mask is not None and mask.ndim == IN_BLOCKS:
         causal = hides_the_future(call.module.config)  # as `padding_mask` has it
         if not call.wants_weights and all(call.options.get(keyword) is None for keyword in NOT_IN_BLOCKS):
-            options = {"dropout": call.dropout, "scale": call.scale, "sinks": call.sinks}
+            options = {"dropout": call.dropout, "scale": call.scale, "attention_sinks": call.attention_sinks}
             return attend_in_blocks(query, key, call.value, mask, causal=causal, **options), None
         mask = dense_mask(mask, query.shape[2], causal=causal)
     elif mask is not None and mask.ndim == 2:
         mask = visible_keys(mask, query.shape[2], causal=call.hides_future)
-    options = {"dropout": call.dropout, "scaling": call.scale, "sinks": call.sinks}
+    options = {"dropout": call.dropout, "scaling": call.scale, "attention_sinks": call.attention_sinks}
     output = sdpa_path(call.module, query, key, call.value, mask, **options, **call.options)
     if not call.wants_weights:
         return output, None
@@ -78,13 +78,13 @@ def run_exactly(call: Call) -> AttentionOutput:
             f"{type(call.module).__name__} passes cache=, with which SDPA gives no attention weights: leave "
             'output_attentions out, or take attn_implementation="eager"'
         )
-    given: dict[str, Any] = {"sinks": call.sinks, "bias": call.options.get("position_bias")}
+    given: dict[str, Any] = {"attention_sinks": call.attention_sinks, "bias": call.options.get("position_bias")}
     return output, exact_weights(query, key, mask, call.scale, causal=call.hides_future, **given)
 
 
 def _with_softcap(call: Call, softcap: float) -> AttentionOutput:
     """Exact attention with logit softcapping."""
-    if call.sinks is not None:
+    if call.attention_sinks is not None:
         raise ValueError(
             f"{type(call.module).__name__} passes s_aux= beside softcap=, which nothing here attends with"
         )

@@ -30,7 +30,7 @@ def exact_attention(
     dropout_p: float,
     causal: bool,
     module: nn.Module | None = None,
-    sinks: torch.Tensor | None = None,
+    attention_sinks: torch.Tensor | None = None,
 ) -> torch.Tensor:
     """Transformers' SDPA path, `(B, H, N, Dv)`, bit for bit; `mask` `(B, 1, N, M)` from `visible_keys`."""
     if not query.shape[0]:  # that path asks torch how many heads no text has, and torch cannot tell
@@ -39,7 +39,8 @@ def exact_attention(
     # Without a module, all that is asked of one: how many heads share their keys.
     called: Any = SimpleNamespace(num_key_value_groups=query.shape[1] // key.shape[1]) if module is None else module
     options = {"dropout": dropout_p, "is_causal": causal and mask is None}
-    return sdpa_path(called, query, key, value, mask, scaling=scale, sinks=sinks, **options).transpose(1, 2)
+    output = sdpa_path(called, query, key, value, mask, scaling=scale, attention_sinks=attention_sinks, **options)
+    return output.transpose(1, 2)
 
 
 def sdpa_path(
@@ -50,17 +51,17 @@ def sdpa_path(
     mask: torch.Tensor | None,
     *,
     scaling: float | None,
-    sinks: torch.Tensor | None,
+    attention_sinks: torch.Tensor | None,
     **options: Any,
 ) -> torch.Tensor:
     """Transformers' SDPA path, `(B, N, H, Dv)`, and with sinks `(H,)`, which that has not, the same by `with_sinks`.
 
     Other arguments are those of transformers.
     """
-    if sinks is None:
+    if attention_sinks is None:
         return sdpa_attention_forward(module, query, key, value, mask, scaling=scaling, **options)[0]
     N, Dv = query.shape[2], value.shape[3]
-    query, key, value, mask, scaling = with_sinks(query, key, value, mask, sinks, scaling)
+    query, key, value, mask, scaling = with_sinks(query, key, value, mask, attention_sinks, scaling)
     is_causal = options.get("is_causal")
     if N > 1 and mask is None and (getattr(module, "is_causal", True) if is_causal is None else is_causal):
         query = F.pad(query, (0, 0, 1, 0))  # one before all others: the first of them sees its own key beside the sink
@@ -73,7 +74,7 @@ def causal_rows(
     value: torch.Tensor,
     rows: slice,
     scale: float | None,
-    sinks: torch.Tensor | None = None,
+    attention_sinks: torch.Tensor | None = None,
 ) -> torch.Tensor:
     """Some rows of exact attention that hides the future, on a CPU: two steps of one softmax, without a mask.
 
@@ -83,7 +84,7 @@ def causal_rows(
         value (`torch.Tensor`): `(B, Hk, N, D)`.
         rows (`slice`): neighbouring queries, `n`.
         scale (`float`, *optional*): factor on the scores. Default `D ** -0.5`.
-        sinks (`torch.Tensor`, *optional*): `(H,)`, of a score that has no value.
+        attention_sinks (`torch.Tensor`, *optional*): `(H,)`, of a score that has no value.
 
     Returns:
         `torch.Tensor`: `(B, H, n, D)`.
@@ -100,8 +101,8 @@ def causal_rows(
     partial = attend(rows, causal=True)
     if rows.start:
         merge_(partial, attend(slice(rows.start), causal=False))
-    if sinks is not None:
-        add_sinks_(*partial, sinks.to(dtype).view(heads, -1, 1, 1).repeat(len(query), 1, 1, 1))
+    if attention_sinks is not None:
+        add_sinks_(*partial, attention_sinks.to(dtype).view(heads, -1, 1, 1).repeat(len(query), 1, 1, 1))
     return partial[0].to(query.dtype).unflatten(0, (-1, heads)).flatten(1, 2)
 
 
@@ -132,7 +133,7 @@ def exact_weights(
     *,
     causal: bool,
     rows: Sequence[int] | None = None,
-    sinks: torch.Tensor | None = None,
+    attention_sinks: torch.Tensor | None = None,
     bias: torch.Tensor | None = None,
     softcap: float | None = None,
 ) -> torch.Tensor:
@@ -145,7 +146,7 @@ def exact_weights(
         scale (`float`, *optional*): factor on the scores. Default `D ** -0.5`.
         causal (`bool`): whether no query sees a later key, where there is no mask that says so.
         rows (`Sequence[int]`, *optional*): the queries whose weights are wanted. Default: all.
-        sinks (`torch.Tensor`, *optional*): `(H,)`, of a score whose weight is left out.
+        attention_sinks (`torch.Tensor`, *optional*): `(H,)`, of a score whose weight is left out.
         bias (`torch.Tensor`, *optional*): `(1, H, N, M)`, added to the scores; not with `rows`.
         softcap (`float`, *optional*): the bound of the scores, by a tanh.
     """
@@ -164,8 +165,8 @@ def exact_weights(
         scores = scores.masked_fill(~seen, torch.finfo(scores.dtype).min)
     elif mask is not None:
         scores = scores + mask
-    if sinks is not None:
-        column = sinks.to(scores.dtype)[:, None, None].expand(*scores.shape[:3], 1)
+    if attention_sinks is not None:
+        column = attention_sinks.to(scores.dtype)[:, None, None].expand(*scores.shape[:3], 1)
         scores = torch.cat([scores, column], dim=3)
     weights = scores.softmax(dim=-1)[..., : key.shape[2]]
     return weights if seen is None else weights * seen

@@ -17,7 +17,7 @@ def with_sinks(
     key: torch.Tensor,
     value: torch.Tensor,
     mask: torch.Tensor | None,
-    sinks: torch.Tensor,
+    attention_sinks: torch.Tensor,
     scale: float | None,
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor | None, float]:
     """What to attend with instead: the first key is the sink, with a value of 0.
@@ -27,7 +27,7 @@ def with_sinks(
         key (`torch.Tensor`): `(B, Hk, M, D)`.
         value (`torch.Tensor`): `(B, Hk, M, Dv)`.
         mask (`torch.Tensor`, *optional*): `(B, 1, N, M)`, boolean or to be added.
-        sinks (`torch.Tensor`): `(H,)`.
+        attention_sinks (`torch.Tensor`): `(H,)`.
         scale (`float`, *optional*): factor on the scores. Default `D ** -0.5`.
 
     Returns:
@@ -38,7 +38,7 @@ def with_sinks(
     scale = D**-0.5 if scale is None else scale
     # A missing sink is -inf. Keep it finite: -inf times the zero padding of the other keys would be NaN.
     most = torch.finfo(query.dtype).max
-    scores = (sinks.to(torch.promote_types(query.dtype, torch.float32)) / scale).clamp(-most, most)
+    scores = (attention_sinks.to(torch.promote_types(query.dtype, torch.float32)) / scale).clamp(-most, most)
     high = scores.to(query.dtype)
     parts = torch.stack([high, (scores - high).to(query.dtype)], dim=1)
     of_rows = F.pad(parts, (0, SPARE_DIMS - 2))[:, None].expand(B, H, N, -1)

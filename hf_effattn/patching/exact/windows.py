@@ -158,7 +158,7 @@ def attend_in_blocks(
     causal: bool,
     dropout: float,
     scale: float | None,
-    sinks: torch.Tensor | None = None,
+    attention_sinks: torch.Tensor | None = None,
     for_all: KeysForAll | None = None,
 ) -> torch.Tensor:
     """Attention within a window, `(B, N, H, Dv)`, each block by torch's SDPA.
@@ -171,7 +171,7 @@ def attend_in_blocks(
         causal (`bool`): whether its window reaches backwards only, or to both sides alike.
         dropout (`float`): dropout on the attention weights.
         scale (`float`, *optional*): factor on the scores. Default `D ** -0.5`.
-        sinks (`torch.Tensor`, *optional*): `(H,)`, of a score that has no value.
+        attention_sinks (`torch.Tensor`, *optional*): `(H,)`, of a score that has no value.
         for_all (`KeysForAll`, *optional*): keys beside those of the window.
     """
     B, _, n, L, _ = mask.shape
@@ -193,8 +193,8 @@ def attend_in_blocks(
 
         key, value = with_those(key, for_all.key, 2), with_those(value, for_all.value, 2)
         seen = with_those(seen, for_all.mask[:, None, None].expand(-1, 1, L, -1), 3)
-    if sinks is not None:
-        query, key, value, seen, scale = with_sinks(query, key, value, seen, sinks, scale)
+    if attention_sinks is not None:
+        query, key, value, seen, scale = with_sinks(query, key, value, seen, attention_sinks, scale)
     group = heads // key.shape[1]
     if group > 1:  # heads that share keys stand one after the other, as rows of one
         query, seen = query.unflatten(1, (-1, group)).flatten(2, 3), seen.repeat(1, 1, group, 1)

@@ -86,7 +86,7 @@ def attention(
     if rows is not None:
         query, key, value, positions = rows.split(query, key, value)
     wants_weights = bool(kwargs.pop("output_attentions", None)) or matrices_are_collected(module)
-    sinks, softcap = kwargs.pop("s_aux", None), kwargs.pop("softcap", None)
+    attention_sinks, softcap = kwargs.pop("s_aux", None), kwargs.pop("softcap", None)
     chosen = method_for(module, method)
     if chosen is not None and chosen.tolerance is not None:
         expect_measurement(module)
@@ -103,8 +103,8 @@ def attention(
         key, value = key[:, :, :N], value[:, :, :N]
     prompt = not torch.is_grad_enabled() and bool(kwargs.get("use_cache"))
     settings = scaling, dropout, wants_weights, hides_future, prompt
-    call = Call(module, query, key, value, attention_mask, sinks, softcap, *settings, kwargs, positions)
-    not_by_method = softcap is not None or (sinks is not None and not hides_future)
+    call = Call(module, query, key, value, attention_mask, attention_sinks, softcap, *settings, kwargs, positions)
+    not_by_method = softcap is not None or (attention_sinks is not None and not hides_future)
     attend: Callable[[Call], AttentionOutput] = run_exactly
     if chosen is None or unknown or not as_its_type or not_by_method:
         _say_once_if_trained(chosen, call)
@@ -209,7 +209,7 @@ def _by_method(method: Method, call: Call) -> AttentionOutput:
         "causal": call.hides_future,
         "prompt": call.prompt,
         "training": call.module.training,
-        "sinks": call.sinks,
+        "attention_sinks": call.attention_sinks,
         "module": call.module,
         "positions": call.positions,
     }
@@ -218,7 +218,7 @@ def _by_method(method: Method, call: Call) -> AttentionOutput:
     measured = None if method.tolerance is None else last_measured(call.module)
     if weights is not None and measured is not None and bool(measured.exact.any()):
         mask = visible_keys(call.mask, call.query.shape[2], causal=call.hides_future)
-        exact_options: dict[str, Any] = {"causal": call.hides_future, "sinks": call.sinks}
+        exact_options: dict[str, Any] = {"causal": call.hides_future, "attention_sinks": call.attention_sinks}
         exact = exact_weights(call.query, call.key, mask, call.scale, **exact_options)
         weights = torch.where(measured.exact[..., None, None], exact, weights)
     return result.transpose(1, 2).contiguous(), weights

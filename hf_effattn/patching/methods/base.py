@@ -47,8 +47,8 @@ class Options:
         prompt (`bool`): where causal, whether only what follows the last token will be read, so that a tolerance may
             change what comes before it.
         training (`bool`): where causal, whether the model learns from the output.
-        sinks (`torch.Tensor`, *optional*): where causal, `(H,)`, a score of each query head that takes its weight in
-            every softmax and has no value (gpt-oss).
+        attention_sinks (`torch.Tensor`, *optional*): where causal, `(H,)`, a score of each query head that takes its
+            weight in every softmax and has no value (gpt-oss).
         module (`nn.Module`, *optional*): the attention module, for methods that use its weights.
         positions (`tuple`, *optional*): what the module projected of the positions that the method gave it, see
             `position_rows.py`.
@@ -60,7 +60,7 @@ class Options:
     causal: bool = False
     prompt: bool = True
     training: bool = False
-    sinks: torch.Tensor | None = None
+    attention_sinks: torch.Tensor | None = None
     module: nn.Module | None = None
     positions: PositionTerms | None = None
 
@@ -195,7 +195,7 @@ class Method(ABC):
             return result
         heads = self.approximated_heads(query.shape[1] // key.shape[1])
         given = query, key, value, options.key_mask, options.scale, options.causal, result
-        attended = MethodOutput(*given, heads, options.sinks)
+        attended = MethodOutput(*given, heads, options.attention_sinks)
         return attended.checked(self.tolerance, self.on_excess if decides else None, options.module)
 
     @property
@@ -221,7 +221,8 @@ class Method(ABC):
         options = Options(**arguments)
         if self.is_exact(min(N, M), query.device.type):
             mask = visible_keys(options.key_mask, N, causal=options.causal)
-            exact = exact_weights(query, key, mask, options.scale, causal=options.causal, sinks=options.sinks)
+            causal, sinks = options.causal, options.attention_sinks
+            exact = exact_weights(query, key, mask, options.scale, causal=causal, attention_sinks=sinks)
             return exact[..., columns]
         # The seed makes the groups the same each time. What a tolerance corrects is added by the caller.
         method = self if self.tolerance is None else replace(self, tolerance=None)
@@ -417,7 +418,7 @@ def attend_exactly(query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, 
         dropout_p=options.dropout_p,
         causal=options.causal,
         module=options.module,
-        sinks=options.sinks,
+        attention_sinks=options.attention_sinks,
     )
 
 

@@ -94,7 +94,7 @@ class CausalMethod(Method):
             fit_queries=self.fit_queries,
             seed=self.seed,
             key_mask=options.key_mask,
-            sinks=options.sinks,
+            attention_sinks=options.attention_sinks,
             scale=options.scale,
             dropout_p=options.dropout_p,
         )

@@ -393,7 +393,7 @@ def _attend_exactly(
 ) -> torch.Tensor:
     """Exact attention of some queries, 0 in rows that are masked."""
     if options.causal and rows != slice(None):
-        return causal_rows(query, key, value, rows, options.scale, options.sinks)
+        return causal_rows(query, key, value, rows, options.scale, options.attention_sinks)
     exact = attend_exactly(query[:, :, rows], key, value, options)
     return exact if options.key_mask is None else exact * options.key_mask[:, None, rows, None]
 
@@ -407,7 +407,8 @@ def _causal_runs(runs: Sequence[slice]) -> list[slice]:
 
 def _options_of(heads: list[int], options: Options) -> Options:
     """The options for some of the query heads."""
-    return options if options.sinks is None else replace(options, sinks=options.sinks[heads])
+    sinks = options.attention_sinks
+    return options if sinks is None else replace(options, attention_sinks=sinks[heads])
 
 
 def _attend(
@@ -430,7 +431,7 @@ def _in_parts(options: Options, *tensors: torch.Tensor) -> bool:
     Nor with dropout: a checkpoint's first pass, without gradients, must draw what the second one draws.
     """
     on_cpu = tensors[0].device.type == "cpu"
-    return on_cpu and options.dropout_p == 0 and not in_a_graph() and not learns(*tensors, options.sinks)
+    return on_cpu and options.dropout_p == 0 and not in_a_graph() and not learns(*tensors, options.attention_sinks)
 
 
 def _of_threads(shares: Sequence[Share], device: torch.device) -> list[Share]:

@@ -149,6 +149,11 @@ def test_a_part_is_calibrated_and_patched_alone(model_type: str, lengths: list[i
     hf_effattn.patch_attention(model, settings=calibration)
     model(**inputs)
     assert (lengths, seen) == ([], WHOLE.get(model_type, [144, 256] * 2))
+    # A text model that sees both ways would take settings of the same kind.
+    config = decoder_of(hf_effattn.unpatch_attention(model)).config
+    config.is_causal = False
+    hf_effattn.patch_attention(model, settings=calibration)
+    assert not hasattr(config, "effattn")
 
 
 @torch.no_grad()

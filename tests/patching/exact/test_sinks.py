@@ -59,7 +59,7 @@ def test_exact_attention_and_its_gradients(masks: bool) -> None:
     mask = left_padded().bool() if masks else None
     seen = None if mask is None else mask[:, None, None] & torch.ones(LENGTH, LENGTH, dtype=torch.bool).tril()
     *given, sinks = leaves
-    actual = exact_attention(*given, seen, scale=None, dropout_p=0.0, causal=True, sinks=sinks)
+    actual = exact_attention(*given, seen, scale=None, dropout_p=0.0, causal=True, attention_sinks=sinks)
     expected = exact(*given, mask, sinks)
     rows = torch.ones(2, LENGTH, dtype=torch.bool) if mask is None else mask
     torch.testing.assert_close(actual.transpose(1, 2)[rows], expected.transpose(1, 2)[rows])
@@ -77,7 +77,7 @@ def test_low_precision_keeps_the_score_of_a_sink(dtype: torch.dtype) -> None:
     query, key = torch.full_like(query, 5.0), torch.full_like(key, 4.96)
     value = ones[:, None].expand_as(value)
     options: dict[str, Any] = {"scale": None, "dropout_p": 0.0, "causal": True}
-    actual = exact_attention(query, key, value, None, **options, sinks=sinks)
+    actual = exact_attention(query, key, value, None, **options, attention_sinks=sinks)
     expected = exact(query.double(), key.double(), value.double(), None, sinks.double())
     torch.testing.assert_close(actual.double(), expected, rtol=2e-2, atol=0)
 
@@ -87,18 +87,20 @@ def test_a_sink_of_minus_infinity_is_none(dtype: torch.dtype) -> None:
     query, key, value, sinks = drawn(dtype=dtype)
     none = torch.full_like(sinks, -torch.inf)
     options: dict[str, Any] = {"scale": None, "dropout_p": 0.0, "causal": True}
-    plain, actual = (exact_attention(query, key, value, None, **options, sinks=sink) for sink in (None, none))
+    options["attention_sinks"] = none
+    actual = exact_attention(query, key, value, None, **options)
+    plain = exact_attention(query, key, value, None, **options | {"attention_sinks": None})
     close = 2 * torch.finfo(dtype).eps  # rows are wider, and their products sums of other parts
     torch.testing.assert_close(actual, plain, rtol=close, atol=close)
 
 
 def test_weights() -> None:
     query, key, value, sinks = drawn()
-    weights = exact_weights(query, key, None, None, causal=True, sinks=sinks)
+    weights = exact_weights(query, key, None, None, causal=True, attention_sinks=sinks)
     torch.testing.assert_close(weights @ value.repeat_interleave(2, 1), exact(query, key, value, None, sinks))
     settings = make_method("bi-clustered", causal=True, **SMALL)
-    weights = settings.weights(query, key, causal=True, sinks=sinks)
-    actual = settings.run(query, key, value, causal=True, sinks=sinks)
+    weights = settings.weights(query, key, causal=True, attention_sinks=sinks)
+    actual = settings.run(query, key, value, causal=True, attention_sinks=sinks)
     torch.testing.assert_close(weights @ value.repeat_interleave(2, 1), actual)
 
 
@@ -157,16 +159,16 @@ def test_every_head_has_its_own_sink(threads: int, on_threads: Callable[[int], N
     method = make_method("per-head", causal=True, candidates=CANDIDATES, heads=[[2, 0]]).for_layers((0,))
     assert method is not None
     with torch.no_grad():
-        parts = method.run(query, key, value, causal=True, sinks=sinks)
-    whole = method.run(query.requires_grad_(), key, value, causal=True, sinks=sinks)
+        parts = method.run(query, key, value, causal=True, attention_sinks=sinks)
+    whole = method.run(query.requires_grad_(), key, value, causal=True, attention_sinks=sinks)
     torch.testing.assert_close(parts, whole)
     torch.testing.assert_close(parts[:, :2], exact(query, key, value, None, sinks)[:, :2])
-    alone = method.candidates[0].run(query[:, 2:], key[:, 1:], value[:, 1:], causal=True, sinks=sinks[2:])
+    alone = method.candidates[0].run(query[:, 2:], key[:, 1:], value[:, 1:], causal=True, attention_sinks=sinks[2:])
     torch.testing.assert_close(parts[:, 2:], alone)
     assert not torch.allclose(parts, method.run(query, key, value, causal=True))
     given = query.detach(), key, value
     torch.autograd.grad(
-        method.run(*given, causal=True, sinks=sinks.requires_grad_()).sum(), sinks
+        method.run(*given, causal=True, attention_sinks=sinks.requires_grad_()).sum(), sinks
     )  # which alone learn
 
 
@@ -174,7 +176,7 @@ def test_every_head_has_its_own_sink(threads: int, on_threads: Callable[[int], N
 def test_a_tolerance_measures_beside_the_sinks() -> None:
     query, key, value, sinks = drawn(400)
     expected = exact(query, key, value, None, sinks)
-    options: dict[str, Any] = {"causal": True, "sinks": sinks, "module": torch.nn.Module().eval()}
+    options: dict[str, Any] = {"causal": True, "attention_sinks": sinks, "module": torch.nn.Module().eval()}
     method = make_method("bi-clustered", causal=True, **SMALL, tolerance=1e-3)
     output = method.run(query, key, value, **options)
     measured = hf_effattn.patching.measured.last_measured(options["module"])
@@ -201,8 +203,8 @@ def test_calibration_and_reports_compare_with_sinks() -> None:
     assert [qkv.layer for qkv in seen] == [0, 2]
     wide = make_method("bi-clustered", causal=True, **SMALL | {"window": 52, "exact_keys": 60})
     for qkv in seen:
-        assert qkv.sinks is model.model.layers[qkv.layer].self_attn.sinks
-        by_hand = exact(qkv.query, qkv.key, qkv.value, None, qkv.sinks)
+        assert qkv.attention_sinks is model.model.layers[qkv.layer].self_attn.sinks
+        by_hand = exact(qkv.query, qkv.key, qkv.value, None, qkv.attention_sinks)
         torch.testing.assert_close(qkv.exact().transpose(1, 2), by_hand, rtol=0, atol=1e-5)
         torch.testing.assert_close(wide.run(qkv.query, qkv.key, qkv.value, **qkv.options), by_hand, rtol=0, atol=1e-5)
     texts = [{"input_ids": tokens()[:1]}, {"input_ids": tokens()[1:]}]
