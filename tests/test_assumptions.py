@@ -256,6 +256,11 @@ def test_softmax_has_a_backward_pass_that_can_be_called() -> None:
     torch.testing.assert_close(torch._softmax_backward_data(grad, weights.detach(), 1, scores.dtype), scores.grad)
 
 
+def test_a_processor_says_whether_it_multiplies_bfloat16() -> None:
+    """`torch.ops.mkldnn._is_mkldnn_bf16_supported`. Private; `ops/shared/torch_internals.py` asks it."""
+    assert torch.ops.mkldnn._is_mkldnn_bf16_supported() in (True, False)
+
+
 # Graphs and transforms of torch
 
 

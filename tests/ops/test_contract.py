@@ -28,7 +28,7 @@ from hf_effattn.measuring.cost import peak_memory_added
 from hf_effattn.ops.bi_clustered_attention import reference as bi_clustered_reference
 from hf_effattn.ops.causal_clustered_attention import batched as causal
 from hf_effattn.ops.causal_clustered_attention import segment_batches
-from hf_effattn.ops.shared import cluster_table, row_chunks
+from hf_effattn.ops.shared import cluster_table, precision, row_chunks
 from hf_effattn.ops.sorted_block_attention import batched as sorted_blocks
 
 BACKENDS = ("reference", "batched")
@@ -70,10 +70,15 @@ def test_the_fast_form_equals_the_reference(op, case):
             assert torch.equal(actual[name], expected[name])
 
 
-@pytest.mark.slow_except("*-torch.bfloat16")
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16], ids=str)
+@pytest.mark.slow_except("*-torch.bfloat16-*")
+@pytest.mark.parametrize(
+    ("dtype", "by_instructions"),
+    [(torch.float32, True), (torch.bfloat16, True), (torch.bfloat16, False), (torch.float16, True)],
+    ids=str,
+)
 @each(OPS, lambda op: op.low_precision)
-def test_low_precision_is_as_good_as_plain_pytorch(op, case, dtype):
+def test_low_precision_is_as_good_as_plain_pytorch(op, case, dtype, by_instructions, monkeypatch):
+    monkeypatch.setattr(precision, "CPU_MULTIPLIES_BFLOAT16", by_instructions)
     rounded = op.make(case, dtype)
     expected = with_gradients(op, case, to_dtype(rounded, torch.float64), backend="reference")
     baseline = with_gradients(op, case, rounded, backend="reference")

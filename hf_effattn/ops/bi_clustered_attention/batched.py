@@ -61,7 +61,7 @@ class _Chunk:
     def __init__(self, chunk: RowChunk, x: Inputs, counts: Counts, top: torch.Tensor | None = None) -> None:
         """`top`: places of the exact keys, `(B, heads, group · C, T)`, as the forward pass has found them."""
         clusters, key_clusters, topk = counts
-        dtype, products = accumulation_dtype(x.query.dtype), product_dtype(x.query.dtype)
+        dtype, products = accumulation_dtype(x.query.dtype), product_dtype(x.query)
         self.of_queries, self.of_keys = split_scale(x.scale, products)
         scaled_keys, values = in_products(chunk.keys(x.key), self.of_keys), chunk.keys(x.value).to(products)
         keys = KeyClusters(scaled_keys, values, chunk.keys(x.key_labels), key_clusters)

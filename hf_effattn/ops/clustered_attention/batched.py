@@ -16,7 +16,7 @@ from .reference import Inputs
 
 def _centroid_attention(chunk: RowChunk, x: Inputs) -> tuple[torch.Tensor, ...]:
     """Of a chunk: centroids, their attention, dropout factors of it (1 without), keys, values, tables' rows, sizes."""
-    dtype = product_dtype(x.query.dtype)
+    dtype = product_dtype(x.query)
     q, v = (rows.to(dtype) for rows in (chunk.queries(x.query), chunk.keys(x.value)))
     k = in_products(chunk.keys(x.key))
     index = table_rows(chunk, x.labels, x.clusters)

@@ -36,7 +36,7 @@ class _Chunk:
     """
 
     def __init__(self, chunk: RowChunk, x: Inputs) -> None:
-        products = product_dtype(x.query.dtype)
+        products = product_dtype(x.query)
         self.of_queries, self.of_keys = split_scale(x.scale, products)
         self.key, self.value = in_products(chunk.keys(x.key), self.of_keys), chunk.keys(x.value).to(products)
         self.clusters = chunk.group * x.clusters

@@ -42,7 +42,7 @@ def rows_of(words: torch.Tensor, clusters: int, cosine: bool, mask: torch.Tensor
     for start in range(0, words.shape[0] if words.shape[1] else 0, step):
         part = slice(start, start + step)
         hidden = None if mask is None else ~mask[part]
-        some = words[part].to(product_dtype(words.dtype))
+        some = words[part].to(product_dtype(words))
         some = some if hidden is None else some.masked_fill(hidden[..., None], 0.0)
         inverse = None
         if cosine:

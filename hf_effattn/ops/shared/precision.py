@@ -4,6 +4,9 @@ import math
 
 import torch
 
+from .torch_internals import cpu_multiplies_bfloat16
+
+CPU_MULTIPLIES_BFLOAT16 = cpu_multiplies_bfloat16()
 # Least squared distance whose logarithm is taken: of a key that its cluster's mean represents perfectly.
 SMALLEST = 1e-30
 # Least log-weight beside the largest: below, exp takes some processors fifty times as long, and products with denormal
@@ -16,9 +19,13 @@ def accumulation_dtype(dtype: torch.dtype) -> torch.dtype:
     return torch.float64 if dtype == torch.float64 else torch.float32
 
 
-def product_dtype(dtype: torch.dtype) -> torch.dtype:
-    """What the forms for a CPU multiply matrices in: in float16 scores overflow, and small gradients become 0."""
-    return torch.float32 if dtype == torch.float16 else dtype
+def product_dtype(rows: torch.Tensor) -> torch.dtype:
+    """What the forms for a CPU multiply rows in: in float16 scores overflow, and small gradients become 0.
+
+    A processor without instructions for bfloat16 takes 30 times as long for a product in it as in float32.
+    """
+    slow = rows.dtype == torch.bfloat16 and rows.device.type == "cpu" and not CPU_MULTIPLIES_BFLOAT16
+    return torch.float32 if slow or rows.dtype == torch.float16 else rows.dtype
 
 
 def autocasts(device_type: str) -> bool:
@@ -62,7 +69,7 @@ def in_products(keys: torch.Tensor, factor: float = 1.0) -> torch.Tensor:
     It adds the same to all scores of a query, which softmax takes away, and what scores share is often large.
     `factor` is of `split_scale`, for `product_dtype`.
     """
-    if keys.dtype != torch.bfloat16:
-        return keys.to(product_dtype(keys.dtype))
+    if (dtype := product_dtype(keys)) != torch.bfloat16:
+        return keys.to(dtype)
     centered = keys - keys.mean(dim=1, keepdim=True, dtype=torch.float32)
     return (centered if factor == 1 else centered.mul_(factor)).to(keys.dtype)

@@ -28,3 +28,8 @@ def is_followed_by_func(tensor: torch.Tensor) -> bool:
 def softmax_backward(grad: torch.Tensor, softmax: torch.Tensor, dim: int) -> torch.Tensor:
     """The gradient of the scores of a softmax, in one pass: `torch._softmax_backward_data`, 2.6 to 2.13."""
     return torch._softmax_backward_data(grad, softmax, dim, softmax.dtype)
+
+
+def cpu_multiplies_bfloat16() -> bool:
+    """Whether the processor has instructions for it: `torch.ops.mkldnn._is_mkldnn_bf16_supported`, 2.6 to 2.13."""
+    return torch.backends.mkldnn.is_available() and torch.ops.mkldnn._is_mkldnn_bf16_supported()

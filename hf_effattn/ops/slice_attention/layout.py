@@ -48,7 +48,7 @@ class Layout:
         """
         b, heads, _, D = rows.shape
         sizes = b, heads // group, self.places, group, self.slice_length, D
-        table = rows.new_zeros(sizes, dtype=product_dtype(rows.dtype))
+        table = rows.new_zeros(sizes, dtype=product_dtype(rows))
         missing = self.slices * self.slice_length - self.length
         if missing:
             rows = F.pad(rows, (0, 0, 0, missing))

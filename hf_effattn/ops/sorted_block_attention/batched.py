@@ -79,7 +79,7 @@ class BlockChunk:
 
 def gathered(rows: torch.Tensor, index: torch.Tensor) -> torch.Tensor:
     """The rows at `index`, in the dtype of products."""
-    return rows.index_select(0, index).to(product_dtype(rows.dtype))
+    return rows.index_select(0, index).to(product_dtype(rows))
 
 
 def flat_rows(tensor: torch.Tensor) -> torch.Tensor:

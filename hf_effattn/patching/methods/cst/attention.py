@@ -224,7 +224,7 @@ def merged_over_cache(
     local_query = query
     if how.local_terms[0] is not None:
         local_query = query + take_rows(how.local_terms[0].expand(B, -1, -1, -1), place[..., 0] % how.slice_length)
-    products = product_dtype(query.dtype)
+    products = product_dtype(query)
     local_query = local_query.to(products) * scale
     scores = local_query @ key.to(products).transpose(2, 3)
     if how.local_terms[1] is not None:
@@ -272,7 +272,7 @@ class _Slices:
     def scores(self, scaled_query: torch.Tensor, allowed: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
         """Scores of the slices `(B, H, rows, S)`, and who sees which `(B or 1, 1, rows, S)`."""
         visible = (allowed & (self.sizes > 0)[:, None])[:, None]
-        products = product_dtype(self.key.dtype)
+        products = product_dtype(self.key)
         scores = scaled_query.to(products) @ self.key.to(products).transpose(2, 3)
         scores = scores + self.sizes.clamp(min=1).log()[:, None, None]
         # A finite fill: a row that sees no other slice must give no NaN, nor must its gradient.
