@@ -87,7 +87,7 @@ KINDS = {
     "clusterformer-causal": from_scratch(CAUSAL, clusterformer_cases),
     "clusterformer-translation": from_scratch("AutoModelForSeq2SeqLM", clusterformer_cases),
 }
-CASES = [(kind, *how) for kind in KINDS for how in zip(PRECISIONS, FORMS, strict=True)]
+CASES = [(kind, precision, form) for kind in KINDS for precision in PRECISIONS for form in FORMS]
 # Those that are also saved in a folder.
 SAVED = ("float32", "one-file")
 # Those that are also loaded with `device_map="auto"`, one of a family: once like this, and once with this much memory,
