@@ -15,7 +15,9 @@ from support.sentence_models import save_tokenizer, texts
 from support.tiny_decoders import make_model
 from support.tiny_models import tiny_model
 from transformers import (
+    AutoModel,
     AutoModelForCausalLM,
+    AutoModelForMaskedLM,
     AutoModelForSequenceClassification,
     AutoTokenizer,
     PreTrainedTokenizerFast,
@@ -199,14 +201,22 @@ def word_tokenizer(tmp_path: Path) -> PreTrainedTokenizerFast:
 
 
 @pytest.mark.compatibility("transformers", "`pipeline`", "runs")
-def test_text_classification(word_tokenizer: Any, attended: list[str]) -> None:
-    model = tiny_model("bert", AutoModelForSequenceClassification)
-    classify = pipeline("text-classification", model=model, tokenizer=word_tokenizer, device="cpu")
-    exact = classify([LONG, "w1 w2 w3"], batch_size=2)
+@pytest.mark.parametrize(
+    ("task", "head", "mask"),
+    [
+        ("text-classification", AutoModelForSequenceClassification, ""),
+        ("fill-mask", AutoModelForMaskedLM, " [MASK]"),
+        ("feature-extraction", AutoModel, ""),
+    ],
+)
+def test_a_pipeline_answers_by_the_patched_model(task, head, mask, word_tokenizer: Any, attended: list[str]) -> None:
+    model, asked = tiny_model("bert", head), [LONG + mask, "w1 w2 w3" + mask]
+    answer = pipeline(task, model=model, tokenizer=word_tokenizer, device="cpu")
+    exact = answer(asked, batch_size=2)
     hf_effattn.patch_attention(model, "i-clustered", **OF_ENCODER)
-    patched = classify([LONG, "w1 w2 w3"], batch_size=2)
+    patched = answer(asked, batch_size=2)
     assert attended == ["i-clustered"] * 3
-    assert [set(answer) for answer in patched] == [{"label", "score"}] * 2
-    assert patched[0]["score"] != exact[0]["score"]
+    assert len(patched) == 2
+    assert patched[0] != exact[0]
     hf_effattn.unpatch_attention(model)
-    assert classify([LONG, "w1 w2 w3"], batch_size=2) == exact
+    assert answer(asked, batch_size=2) == exact
