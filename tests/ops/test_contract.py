@@ -205,7 +205,7 @@ TOGETHER = (
 )
 
 
-@pytest.mark.parametrize(("op", "module", "name", "size"), TOGETHER, ids=str)
+@pytest.mark.parametrize(("op", "module", "name", "size"), TOGETHER, ids=lambda x: getattr(x, "__name__", str(x)))
 def test_how_much_is_done_at_once_changes_nothing(op, module, name, size, monkeypatch):
     for case in op.typical:
         inputs = op.make(case)
