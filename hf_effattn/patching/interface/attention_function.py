@@ -155,7 +155,7 @@ def _say_if_never(method: Method, device_type: str) -> None:
 
     The model may have been moved there after it was patched.
     """
-    if torch.compiler.is_compiling() or method.stays_exact:
+    if torch.compiler.is_compiling():
         return
     if method.shortest_length(device_type) is None:
         said = f"The patch approximates nothing: {why_never(method.method, device_type)}."

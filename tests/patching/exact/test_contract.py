@@ -36,8 +36,8 @@ KINDS: list[Kind] = [
 
 # One of each architecture: `make test` runs what these promise, and of the others how near they are with padding.
 REPRESENTATIVES = {
-    "wav2vec2, key", "parakeet", "t5", "deberta-v2", "longformer", "local", "led's writer", "pixtral, one group",
-    "gpt_oss, windows", "privacy filter", "gemma2", "modernbert, windows",
+    "wav2vec2, key", "parakeet", "t5", "deberta-v2", "longformer", "gemma2", "transient-global", "led's writer",
+    "pixtral, one group", "pixtral, three groups", "gpt_oss, windows", "privacy filter", "modernbert, windows",
 }  # fmt: skip
 QUICK_CASES = {"padded=True", "padded=True, length=150", "global_tokens=some, padded=True", "padding=left", "images"}
 
