@@ -9,7 +9,7 @@ is off and Triton's driver is one that names the GPU.
 
 All of it takes a processor more than an hour, so `compiled.json` remembers what fitted: a hash of the kernel's source
 with all that it calls, its configuration, the GPU and the version of Triton up to its patch release. What has not
-changed is not compiled again. `--brief` looks at the commonest head_dim alone.
+changed is not compiled again.
 """
 
 import hashlib
@@ -18,7 +18,7 @@ import re
 import subprocess
 import sys
 import tempfile
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from functools import partial
 from importlib import import_module
@@ -348,12 +348,12 @@ def start(gpu: str, named: type[NamedGpu] = NamedGpu) -> None:
     settle_hashes()
 
 
-def main(gpu: str, dtypes: str, head_dims: Sequence[int], record: bool) -> None:
+def main(gpu: str, dtypes: str, record: bool) -> None:
     """Run every call on the named GPU; add what fitted to `compiled.json` unless it is compiled as a test."""
     start(gpu)
     compiler = Compiler(gpu)
     compiler.install()
-    for dtype, compiler.head_dim in product(dtypes.split(","), head_dims):
+    for dtype, compiler.head_dim in product(dtypes.split(","), HEAD_DIMS):
         for calls in CALLS:
             for call in calls(compiler.head_dim, DTYPES[dtype]):
                 output = call()
@@ -366,5 +366,4 @@ def main(gpu: str, dtypes: str, head_dims: Sequence[int], record: bool) -> None:
 
 
 if __name__ == "__main__":
-    changed, brief = "--changed" in sys.argv, "--brief" in sys.argv
-    main(*sys.argv[1:3], HEAD_DIMS[:1] if brief else HEAD_DIMS, record=not changed)
+    main(*sys.argv[1:3], record="--changed" not in sys.argv)

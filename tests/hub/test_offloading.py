@@ -60,7 +60,7 @@ def saved(request: pytest.FixtureRequest, tmp_path: Path) -> tuple[Kind, Path, t
 
 
 @pytest.mark.compatibility("accelerate", "weights offloaded to the disk", "runs")
-@pytest.mark.slow_except("bert-bi-clustered", "bert-cst", "cst-causal", "clusterformer-causal")
+@pytest.mark.slow_except("bert-bi-clustered", "bert-cst", "cst-causal")
 @pytest.mark.parametrize("saved", ALL, indirect=True)
 def test_outputs_are_the_same_wherever_the_weights_lie(saved: tuple[Kind, Path, torch.Tensor, int]) -> None:
     kind, folder, expected, size = saved
@@ -81,7 +81,7 @@ def test_outputs_are_the_same_wherever_the_weights_lie(saved: tuple[Kind, Path, 
     torch.testing.assert_close(output_of(model), expected)
 
 
-@pytest.mark.slow_except("gpt2-bi-clustered", "cst-causal")
+@pytest.mark.slow_except("gpt2-bi-clustered")
 @pytest.mark.parametrize("saved", [name for name, kind in ALL.items() if kind.auto_class in WRITERS], indirect=True)
 def test_generation_from_the_disk(saved: tuple[Kind, Path, torch.Tensor, int]) -> None:
     kind, folder, _, _ = saved

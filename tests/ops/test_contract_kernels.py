@@ -112,6 +112,7 @@ def test_block_sizes_of_large_chips(op, head_dim, dtype, kib, monkeypatch):
     check_kernels(op, case, op.make(case, dtype))
 
 
+@pytest.mark.slow_except("improved*", "sorted*", "neural*")
 @each(ALL, small_case, cheap)
 def test_neither_masked_rows_nor_strides_change_anything(op, case):
     inputs = op.make(case, torch.float32)

@@ -405,6 +405,7 @@ def test_methods_give_no_rows(causal: bool, group: int, masked: bool) -> None:
         assert method.weights(torch.zeros(0, 2, 23, 8), torch.zeros(0, 2, 23, 8), **options).shape == (0, 2, 23, 23)
 
 
+@pytest.mark.slow
 def test_a_compiled_graph_gives_no_rows() -> None:
     """There queries and keys are grouped step by step."""
     mask = torch.ones(0, 23, dtype=torch.bool)

@@ -205,7 +205,7 @@ def encoder_or_llama(model_type: str) -> Any:
     return AutoModel.from_config(AutoConfig.for_model("llama", **sizes, **heads)).eval()
 
 
-@pytest.mark.slow_except("bert", "modernbert", "llama")
+@pytest.mark.slow_except("bert", "llama")
 @pytest.mark.parametrize("model_type", ["bert", *WITH_WINDOWS, "llama"])
 def test_every_head_gets_the_cheapest_within_the_budget(model_type: str) -> None:
     model = encoder_or_llama(model_type)

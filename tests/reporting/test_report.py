@@ -98,7 +98,7 @@ def test_as_many_labels_as_tokens_are_labels():
     assert m.change.argmax_agreement["logits"] == same
 
 
-@pytest.mark.slow_except("bert", "vit", "wav2vec2", "bart", "modernbert", "whisper", "embedding_gemma2_text")
+@pytest.mark.slow_except("bert", "vit", "whisper", "bart")
 @pytest.mark.parametrize("model_type", mostly_slow(MODEL_TYPES))
 def test_every_model_type_is_measured_and_left_as_it_was(model_type):
     model = tiny_model(model_type)

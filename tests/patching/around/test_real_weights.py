@@ -104,7 +104,7 @@ def test_what_is_closer_than_what(bert):
     assert without_ends > paper + 0.3
 
 
-@pytest.mark.slow_except("bi-clustered-*")
+@pytest.mark.slow
 @pytest.mark.parametrize(("method", "settings"), [("bi-clustered", FEW), ("cst", {"slice_length": 16})])
 def test_padding_changes_nothing(bert, method, settings):
     model, passages = bert

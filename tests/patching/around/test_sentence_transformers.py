@@ -77,6 +77,7 @@ def test_encodes_as_the_plain_model_patched_alike(saved: dict[Any, str], attende
     assert (model.encode(texts()) == exact).all()
 
 
+@pytest.mark.slow_except("SentenceTransformer-*", "SparseEncoder-*", "MultiVectorEncoder-*")
 @pytest.mark.parametrize(
     ("kind", "method"), [*((kind, "bi-clustered") for kind in HEADS), (SentenceTransformer, "cst")]
 )
@@ -139,6 +140,7 @@ def test_settings_of_the_caller_win_when_loading(saved: dict[Any, str], tmp_path
     assert inside(made(SentenceTransformer, exact)).config._attn_implementation == "sdpa"
 
 
+@pytest.mark.slow_except("i-clustered")
 @pytest.mark.parametrize("method", ["i-clustered", "cst"])
 def test_every_transformer_of_a_router_is_patched(method: str, tmp_path: Path) -> None:
     model = FOLDERS["router"](tmp_path / "parts")

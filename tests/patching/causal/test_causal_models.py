@@ -116,7 +116,7 @@ def test_a_window_over_all_is_the_exact_model(model_type: str, lengths: list[int
     assert torch.equal(model(ids, attention_mask=mask).logits, exact)
 
 
-@pytest.mark.slow_except("clustered-gpt2", "i-clustered-gpt2", "bi-clustered-llama", "bi-clustered-gpt_oss")
+@pytest.mark.slow_except("i-clustered-gpt2", "bi-clustered-gpt_oss")
 @pytest.mark.parametrize(("method", "model_type"), MODELS_AND_METHODS)
 @torch.no_grad()
 def test_a_padded_batch_is_its_texts_alone(model_type: str, method: str) -> None:
@@ -161,7 +161,7 @@ def test_where_no_length_was_measured_the_model_stays_exact_and_says_so(
         assert torch.equal(model(ids[:, 1:]).logits, hf_effattn.unpatch_attention(model)(ids[:, 1:]).logits)
 
 
-@pytest.mark.slow_except("dynamic-llama", "dynamic-gpt_oss", "static-gpt2", "dynamic-opt")
+@pytest.mark.slow_except("dynamic-gpt_oss", "static-gpt2")
 @each_model_and_cache
 @torch.no_grad()
 def test_generation(model_type: str, cache: str, lengths: list[int]) -> None:
@@ -372,6 +372,7 @@ def test_attention_weights(model_type: str) -> None:
             torch.testing.assert_close(sums, torch.ones(2, 4, LENGTH).double(), rtol=0, atol=4e-15)
 
 
+@pytest.mark.slow
 @as_one_graph
 @torch.no_grad()
 def test_compiled_layers_of_gpt2_ask_no_collector() -> None:

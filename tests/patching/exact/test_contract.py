@@ -215,6 +215,7 @@ def test_another_precision_is_as_near_as_transformers(kind: Kind, dtype: torch.d
     assert error <= kind.low_precision * usual + 1e-6  # transformers takes some softmax in float32, of float64 too
 
 
+@pytest.mark.slow_except("True-dtype0-*", "False-dtype1-*")
 @each_kind(lambda kind: kind.all_padded)
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
 @pytest.mark.parametrize("learns", [False, True])

@@ -58,6 +58,7 @@ def test_there_are_two_circles_where_they_are_said_to_be(images):
             assert seen == {first, second}
 
 
+@pytest.mark.slow
 def test_joined_circles_are_connected_in_the_pixels(images):
     """By what is lit along the path that begins in the first circle; that path ends in the second, or elsewhere."""
     for image, label, circles, dashes in zip(

@@ -142,6 +142,7 @@ def test_the_quick_start_runs(real_model_folder, tmp_path, monkeypatch, capsys):
         assert all(start in " ".join(text.split()) for start in starts)
 
 
+@pytest.mark.slow
 def test_the_lines_for_long_documents_run(tmp_path, monkeypatch):
     """As printed, with a tiny local model in place of its name on the Hub and less text."""
     page = (ROOT / "model_cards" / "LONG_DOCUMENTS.md").read_text(encoding="utf-8")
