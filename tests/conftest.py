@@ -56,7 +56,6 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
 def pytest_collection_finish() -> None:
     """What imports and collection made stays: the garbage collector need not walk through it, then or in the tests."""
     gc.freeze()
-    gc.set_threshold(20_000, 20)  # the tests make many objects that live for a moment
     gc.enable()
 
 
