@@ -191,7 +191,7 @@ def _highest_sum(profile: torch.profiler.profile) -> int | None:
     held = highest = 0
     for event in sorted(events, key=lambda event: event.start_ns()):
         if event.device_type().name == "CPU":
-            held += event.nbytes()  # type: ignore[attr-defined]
+            held += event.nbytes()
             highest = max(highest, held)
     return highest
 

@@ -79,7 +79,7 @@ def test_two_processes_go_on_in_a_later_epoch_and_predict_in_order(tmp_path):
         *("--task_name", "sst2", "--data_dir", str(tmp_path), "--model_type", "bert", "--config_overrides", sizes),
         *"--vocab_size 300 --max_length 32 --learning_rate 1e-2 --per_device_train_batch_size 4".split(),  # noqa: SIM905
         *"--do_train --do_eval --do_predict --use_cpu --report_to none --disable_tqdm true".split(),  # noqa: SIM905
-        *"--max_steps 40 --save_steps 9".split(),  # noqa: SIM905
+        *"--max_steps 24 --save_steps 9".split(),  # noqa: SIM905
     ]
     file = tmp_path / "losses.json"
     options = ["--standalone", "--nproc-per-node", "2", resumed_runs.__file__]

@@ -82,7 +82,7 @@ def grouped_inputs(op, case, dtype):
 GROUPS = replace(SMALL, name="groups", N=64, segment_length=16, window=5, H=1, D=16, clusters=3, key_clusters=3)
 
 
-@pytest.mark.slow_except("torch.bfloat16-causal bi-clustered-None-16")
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("op", "kib", "head_dim"),
     [*((op, None, 16) for op in CAUSAL), (CAUSAL[2], 163, 64), (CAUSAL[2], 227, 136)],
@@ -137,7 +137,7 @@ def test_a_padded_batch_is_what_its_texts_are_alone(method):
 
 @pytest.mark.slow
 def test_late_segments_in_parts(monkeypatch):
-    case, op = replace(SMALL, N=64), CAUSAL[2]
+    case, op = replace(SMALL, N=44), CAUSAL[2]
     inputs = op.make(case, torch.float32)
     whole = with_gradients(op, case, inputs, backend="triton")
     per_segment = 2 * (5 * 6 * (16 * 4 + 8) + 4 * 8) * 6
@@ -211,7 +211,7 @@ def drawn_by_kernels(monkeypatch):
 @pytest.mark.usefixtures("labels_of_the_reference", "drawn_by_kernels")
 @each(
     CAUSAL,
-    lambda op: named(KERNEL_CASES, "whole_segments", "grouped_heads", "some_heads_exact", "window_of_many_segments"),
+    lambda op: named(KERNEL_CASES, "grouped_heads", "some_heads_exact"),
 )
 def test_dropout(op, case):
     case = replace(case, dropout_p=0.3)

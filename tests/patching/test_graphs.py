@@ -88,7 +88,7 @@ each_patch = pytest.mark.parametrize(
 
 
 @pytest.mark.compatibility("torch", "`torch.export` with an open length", "runs")
-@pytest.mark.slow_except("bert-bi-clustered")
+@pytest.mark.slow
 @each_patch
 @torch.no_grad()
 def test_an_exported_model_takes_every_length(make: Any, patch: str, attended: list[str]) -> None:

@@ -4,6 +4,8 @@ import subprocess
 import sys
 import textwrap
 
+import pytest
+
 import hf_effattn
 
 PUBLIC = {"patch_attention", "unpatch_attention", "from_pretrained", "list_methods", "extend_positions"}
@@ -15,6 +17,7 @@ def run_fresh(code: str) -> str:
     return done.stdout.strip()
 
 
+@pytest.mark.slow
 def test_import_registers_every_method_and_loads_nothing_heavy() -> None:
     """On top of what it registers with: no other model's code, no kernel compiler, no plotting, no data sets."""
     printed = run_fresh("""

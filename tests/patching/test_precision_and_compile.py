@@ -180,11 +180,10 @@ SINKING = {"layer_types": ["full_attention", "sliding_attention", "full_attentio
 COMPILED: dict[str, tuple[str, dict[str, Any], dict[str, Any]]] = {
     **{f"bert, {method}": ("bert", {}, {"method": method, **SMALL_SETTINGS[method]}) for method in WITH_TOPK},
     "modernbert, bi-clustered": ("modernbert", {}, {"method": "bi-clustered", **SMALL_SETTINGS["bi-clustered"]}),
-    "bert, per-head": ("bert", {}, PER_HEAD),
+    "bert, per-head": ("bert", {"num_hidden_layers": 3}, PER_HEAD),
     "bert, cst": ("bert", {}, {"method": "cst", "slice_length": 4}),
     "bert, local-global": ("bert", {}, LOCAL),
     "gpt2, cst": ("gpt2", {"use_cache": False}, {"method": "cst", "slice_length": 4}),
-    "llama, i-clustered": ("llama", {"use_cache": False}, {"method": "i-clustered", "clusters": 4, **CAUSAL_KEYS}),
     "llama, bi-clustered": ("llama", {"use_cache": False}, {"method": "bi-clustered", **CAUSAL}),
     "sinks": ("granite_swa", {"use_cache": False} | SINKING, {"method": "bi-clustered", **CAUSAL}),
     "sinks, short": ("granite_swa", {"use_cache": False}, {"method": "bi-clustered", **CAUSAL, "min_length": 1000}),
@@ -193,13 +192,15 @@ COMPILED: dict[str, tuple[str, dict[str, Any], dict[str, Any]]] = {
 
 @as_one_graph
 @pytest.mark.compatibility("torch", "`torch.compile`", "runs")
-@pytest.mark.slow_except("bert, i-clustered")
+@pytest.mark.slow
 @pytest.mark.parametrize("case", COMPILED)
 @torch.enable_grad()
 def test_a_graph_has_the_outputs_weights_and_gradients_of_the_model(case: str) -> None:
     torch._dynamo.reset()
     model_type, changes, settings = COMPILED[case]
-    model = make_model(model_type, **changes) if model_type in SIZES else tiny_model(model_type, **changes)
+    model = (
+        make_model(model_type, **changes) if model_type in SIZES else tiny_model(model_type, **TWO_LAYERS | changes)
+    )
     if model_type in SIZES:
         inputs, seen = {"input_ids": tokens(), "attention_mask": left_padded()}, left_padded().bool()
     else:
@@ -217,7 +218,7 @@ def test_a_graph_has_the_outputs_weights_and_gradients_of_the_model(case: str) -
         return gradients | weights | {"output": output[0][seen].detach()}
 
     expected, compiled = run(model), run(torch.compile(model, fullgraph=True, backend="aot_eager"))
-    assert ("layer 2" in expected) == weighed
+    assert ("layer 1" in expected) == weighed
     for name, tensor in expected.items():
         assert (compiled[name] - tensor).norm() <= 1e-4 * tensor.norm() + 1e-5, name
 
@@ -268,13 +269,13 @@ def output_and_gradients(model, batch, called=None):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize(("method", "dropout_p"), [*((name, 0.0) for name in WITH_TOPK), ("bi-clustered", 0.3)])
+@pytest.mark.parametrize(("method", "dropout_p"), [("bi-clustered", 0.0), ("i-clustered", 0.3)])
 @torch.enable_grad()
 def test_kernels_give_what_the_form_for_a_cpu_gives_checkpointed_and_as_one_graph(method, dropout_p, request):
     """With dropout, whose numbers differ between the two, checkpoints draw the same clusters and dropout again."""
     model = tiny_model("bert", **TWO_LAYERS, attention_probs_dropout_prob=dropout_p)
     hf_effattn.patch_attention(model.train(), method, **SMALL_SETTINGS[method])
-    batch = batch_for(model, padding="left")
+    batch = batch_for(model, length=24, padding="left")
     on_a_cpu = output_and_gradients(model, batch)
     used = request.getfixturevalue("kernels")
     expected = output_and_gradients(model, batch)

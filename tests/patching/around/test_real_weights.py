@@ -42,12 +42,12 @@ def bert(real_model_folder):
 
 @pytest.fixture(scope="module")
 def excerpts(bert):
-    """Tokens of three excerpts of every book, their books, and their exact embeddings, for a length."""
+    """Tokens of three excerpts of every book, of long ones one; their books; their exact embeddings; for a length."""
     model, passages = bert
 
     @cache
     def of_length(length):
-        tokens, _, books = passages.pairs(length, per_book=3)
+        tokens, _, books = passages.pairs(length, per_book=3 if length < 512 else 1)
         return tokens, books, embed(model, tokens)
 
     return of_length
@@ -70,11 +70,11 @@ def cosine(model, tokens, exact, method, **settings):
     return cosines.mean()
 
 
-@pytest.mark.slow_except("bi-clustered-128-*")
+@pytest.mark.slow
 @pytest.mark.parametrize(("method", "length", "counts", "promised"), PROMISED)
 def test_embeddings_stay_close(bert, excerpts, method, length, counts, promised):
     tokens, books, exact = excerpts(length)
-    assert len(books) >= 18
+    assert len(books) >= (18 if length < 512 else 6)
     assert len(set(books)) >= 3
     assert cosine(bert[0], tokens, exact, method, **counts) >= promised
     assert torch.equal(embed(bert[0], tokens), exact)

@@ -144,7 +144,6 @@ class Rows(torch.utils.data.Dataset):
     ("model_type", "method", "settings"),
     [
         ("bert", "i-clustered", SMALL_SETTINGS["i-clustered"]),
-        ("bert", "cst", SLICES),
         ("bert", "cst", SLICES | {"composition": "local-global"}),
         ("gpt2", "cst", SLICES),
     ],

@@ -58,7 +58,7 @@ each_model_and_cache = pytest.mark.parametrize(
 
 
 def patch(model: Any, method: str = "bi-clustered", **settings: Any) -> Any:
-    small = {"segment_length": 4, "window": 4, "min_length": 0} | SMALL[method]
+    small = {"segment_length": 8, "window": 4, "min_length": 0} | SMALL[method]
     return hf_effattn.patch_attention(model, method, **small | settings)
 
 
@@ -85,7 +85,7 @@ def test_no_logit_sees_a_later_token(model_type: str, method: str, dtype: torch.
     mask = left_padded()
     before = model(ids, attention_mask=mask).logits
     assert len(lengths) == 3
-    for position in (12, 37, 60):
+    for position in (12, 37, 60) if model_type in ATTENDING else (37,):
         changed = ids.clone()
         changed[:, position] = (changed[:, position] + 7) % 55 + 5
         after = model(changed, attention_mask=mask).logits

@@ -239,7 +239,7 @@ def test_a_trace_is_of_transformers_code(kind: Kind) -> None:
     kind.near.check([last[seen]], [expected[0][seen]])
 
 
-@pytest.mark.slow_except("gemma2")
+@pytest.mark.slow
 @each_kind(lambda kind: kind.compiled)
 def test_a_compiled_model_gives_the_same(kind: Kind) -> None:
     """And the same gradients, unless the backend is no compiler."""

@@ -150,7 +150,7 @@ def kind_of(kind: str, **promises: Any) -> Kind:
         drops=True,
         low_precision=1.1,
         all_padded=True,
-        compiled="inductor" if kind in ("t5", "mpnet", "deberta-v2") else "",  # half a minute each
+        compiled={"mpnet": "inductor", "t5": "aot_eager", "deberta-v2": "aot_eager"}.get(kind, ""),
         **{"auto": AutoModel, "ran": check_views, "weigh": weigh} | promises,
     )
 

@@ -169,6 +169,7 @@ def test_against_the_definition(
     check_against(partial(by_definition, **given), attend, sizes, dtype, monkeypatch)
 
 
+@pytest.mark.slow
 def test_rows_computed_again_lose_the_same_weights(monkeypatch: pytest.MonkeyPatch) -> None:
     attend = partial(attend_by_distance_vectors, mask=None, scale=0.5)
     check_recomputed_dropout(attend, [(1, 1, 19, 2)] * 4 + [(1, 1, 37, 2)], 1, monkeypatch)
