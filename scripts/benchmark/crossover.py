@@ -1,10 +1,12 @@
 """From which length on is each method faster than exact attention on this machine? With cheap and dear settings.
 
-The result is what `min_length=None` means on this kind of device: the longest of all machines of the kind that were
-measured. It is written to the package's `crossover.json`, where those of other machines are kept. What was measured is
-kept after every length: interrupted and called again, it goes on; finished and called again, it measures anew.
+The result is what `min_length=None` means on this kind of device: the longest of all machines of the kind, and of all
+dtypes, that were measured. It is written to the package's `crossover.json`, where those of other machines are kept.
+What was measured is kept after every length: interrupted and called again, it goes on; finished and called again, it
+measures anew.
 
     python -m scripts.benchmark.crossover
+    python -m scripts.benchmark.crossover --dtype bfloat16
     python -m scripts.benchmark.crossover --causal
 """
 
@@ -132,7 +134,8 @@ def main(
 ) -> None:
     """Measure every length, print the ratios and keep them, with the crossover, as JSON."""
     chosen = torch.device(device)
-    dtype = dtype or ("bfloat16" if chosen.type == "cuda" else "float32")
+    default = "bfloat16" if chosen.type == "cuda" else "float32"
+    dtype = dtype or default
     tried, prefix = (CAUSAL_SETTINGS, "causal_") if causal else (SETTINGS, "")
     lengths = CAUSAL_LENGTHS + LONGER_CAUSAL[chosen.type] if causal else LENGTHS + LONGER[chosen.type]
     machine = environment(chosen)
@@ -147,7 +150,7 @@ def main(
         kept.setdefault("unfinished", {})[f"{prefix}{device}"] = so_far
         write(kept, output)
     machines = kept.setdefault(f"{prefix}measurements", {}).setdefault(device, {})
-    machines[machine["device_name"]] = {
+    machines[machine["device_name"] + ("" if dtype == default else f", {dtype}")] = {
         "environment": machine,
         **settings,
         "forward_speedup": [

@@ -280,38 +280,49 @@ def documents(result: dict[str, Any]) -> Table:
         case[row["method"]] = case.get(row["method"], {}) | row
     alone = benchmark_documents.WINDOWS_ALONE
     patched = [*([alone] if any(alone in case for case in cases.values()) else []), *result["settings"]["methods"]]
-    weighed = any("peak_bytes" in row for row in result["rows"])
-    header = ["", "attention", "exact", *patched]
-    if weighed:
-        short = ("windows alone" if name == alone else name.split()[0].rstrip(",") for name in patched)
-        header += ["exact: memory", *(f"{name}: memory" for name in short)]
     rows = []
     for (shape, length, dtype), case in sorted(cases.items()):
         exact, *others = (case.get(name, {}) for name in (EXACT, *patched))
-        cells = [f"{shape}, {length:,} tokens, {dtype}"]
-        if "seconds" in exact:
-            share, windowed = f"{exact['attention_share']:.0%}", exact["windowed_share"]
-            cells += [
-                f"{share}, {windowed:.0%} in layers with windows" if windowed else share,
-                f"{exact['seconds']:.1f} s",
-            ]
-            cells += [f"{row['seconds']:.1f} s, {row['speedup']:.1f}×" if row else "" for row in others]
-        cells += [""] * (3 + len(patched) - len(cells))
-        if weighed:
-            peaks = [row.get("peak_bytes") for row in (exact, *others)]
-            cells += [f"{peak / 2**20:,.0f} MiB" if peak else "" for peak in peaks]
-        rows.append(cells)
+        share = number(exact, "attention_share", ".0%")
+        if exact.get("windowed_share"):
+            share += f", {exact['windowed_share']:.0%} in layers with windows"
+        times = [f"{row['seconds']:.1f} s, {row['speedup']:.1f}×" if "seconds" in row else "" for row in others]
+        peaks = [row["peak_bytes"] / 2**20 for row in (exact, others[-1]) if "peak_bytes" in row]
+        memory = " and ".join(f"{peak:,.0f}" for peak in peaks) + " MiB" * bool(peaks)
+        name = f"{shape}, {length:,} tokens, {dtype}"
+        rows.append([name, share, number(exact, "seconds", ".1f", " s"), *times, memory])
     errors = ", ".join(
         f"{row['error']:.3f} at {row['length']:,}" for row in sorted(heads, key=lambda row: row["length"])
     )
     note = (
         "Random weights; attention: its share of the exact model's time. Calibrated: heads have the settings that "
         f'`calibrate(…, error_of="layer")` finds for MiniLM\'s at {benchmark_documents.BUDGET}; on other books it '
-        f"errs {errors} tokens, the mean of its layers. "
+        f"errs {errors} tokens, the mean of its layers. Memory: of the exact and the calibrated model, beside weights "
+        "and tokens, on one thread. "
     )
-    if weighed:
-        note += "Memory beside weights and tokens, on one thread. "
-    return markdown(header, rows), note
+    return markdown(["", "attention", "exact", *patched, "memory"], rows), note
+
+
+@of_file("linear_layers")
+def linear_layers(result: dict[str, Any]) -> Table:
+    """What int8 linear layers add to a patch: seconds of a whole model, cosines of vectors."""
+    methods = [EXACT, *result["settings"]["methods"]]
+    cells = {(row["what"], row["length"], row["form"], row["method"]): row for row in result["rows"]}
+    rows = []
+    for length, form in dict.fromkeys((row["length"], row["form"]) for row in result["rows"]):
+        times = [cells.get(("seconds", length, form, method), {}) for method in methods]
+        cosines = [cells.get(("vectors", length, form, method), {}) for method in methods]
+        seconds = [f"{row['seconds']:.1f} s, {row['speedup']:.1f}×" if row else "" for row in times]
+        found = [f"{row['cosine_mean']:.4f}" for row in cosines if row]
+        rows.append([f"{length:,} tokens, {form}", *seconds, ", ".join(found)])
+    texts, rounds = (max(row.get(field, 0) for row in result["rows"]) for field in ("texts", "rounds"))
+    note = (
+        "Seconds, and times as fast as exact in float32, of GTE-base's shape with random weights, one text, "
+        f"{rounds} round. int8-but-last: without the layers that end a feed-forward block. Cosine: "
+        f"with the vectors of the exact float32 model, the mean of up to {texts} pieces of held-out books, MiniLM, "
+        "positions repeated beyond 512; exact, then the methods in their order. "
+    )
+    return markdown(["", *methods, "cosine"], rows), note
 
 
 def shortest() -> str:
@@ -390,6 +401,7 @@ TABLES: dict[Path, dict[str, Callable[[], str]]] = {
         "relative bias": exact_tables.relative_bias,
         "pixtral": exact_tables.pixtral,
         "images": images,
+        "int8": linear_layers,
     },
     PATCHING / "COMPATIBILITY.md": {"compatibility": compatibility.table},
     ROOT / "hf_effattn" / "ops" / "README.md": {"kernels": gpu_tables.kernels},

@@ -15,12 +15,14 @@ from hf_effattn.measuring.environment import environment
 from hf_effattn.patching.exact.windows import Window
 from scripts.benchmark import _inputs, _timing
 from scripts.benchmark import attention as benchmark_attention
+from scripts.benchmark import builds as benchmark_builds
 from scripts.benchmark import clustering as benchmark_clustering
 from scripts.benchmark import crossover as measure_crossover
 from scripts.benchmark import documents as benchmark_documents
 from scripts.benchmark import embeddings as benchmark_embeddings
 from scripts.benchmark import exact_models as benchmark_exact_models
 from scripts.benchmark import images as benchmark_images
+from scripts.benchmark import linear_layers as benchmark_linear_layers
 from scripts.benchmark import models as benchmark_models
 from scripts.benchmark import prefill as benchmark_prefill
 from scripts.benchmark import sinks as benchmark_sinks
@@ -244,6 +246,38 @@ def test_benchmark_embeddings(real_model_folder, tmp_path, monkeypatch):
     rows = rows_of(output)
     assert len(rows) == 9
     assert all(0.5 < row["cosine_min"] <= row["cosine_mean"] < 1 for row in rows)
+
+
+@pytest.mark.slow
+def test_benchmark_builds(real_model_folder, tmp_path):
+    """A build beside itself has its own errors and is about as fast."""
+    output, method = tmp_path / "builds.json", "bi-clustered clusters=4 topk=8 key_clusters=4"
+    sizes = {"lengths": "96", "repeats": 2, "heads": 2, "head_dim": 8, "method": [method], "output": output}
+    benchmark_builds.main("HEAD", dtypes="float32,bfloat16", **sizes)
+    benchmark_builds.main("HEAD", dtypes="float32", defaults=True, **sizes)
+    *forced, by_default = rows_of(output)
+    for row in forced:
+        assert 0 < row["error"] == row["error_before"] < 0.5
+        assert row["times_before"] > 0 < row["times_exact"]
+    assert by_default["error"] is None
+    assert rows_of(output)[0]["dtype"] == "float32"
+
+
+@pytest.mark.slow
+def test_benchmark_linear_layers(real_model_folder, tmp_path, monkeypatch):
+    sizes = {"hidden_size": 32, "num_hidden_layers": 1, "num_attention_heads": 2, "intermediate_size": 32}
+    monkeypatch.setitem(benchmark_documents.SHAPES, "gte-base", {"model_type": "gte", **sizes})
+    monkeypatch.setattr(benchmark_linear_layers, "held_out_tokens", lambda tokenizer: [torch.arange(5, 505)])
+    few = ("i-clustered clusters=8 topk=8", "bi-clustered clusters=8 topk=8 key_clusters=8")
+    monkeypatch.setattr(benchmark_linear_layers, "METHODS", few)
+    output = tmp_path / "linear_layers.json"
+    benchmark_linear_layers.main("96", "96", repeats=1, output=output)
+    rows = rows_of(output)
+    assert len(rows) == 2 * len(benchmark_linear_layers.FORMS) * 3
+    cosines = {(row["form"], row["method"]): row["cosine_mean"] for row in rows if row["what"] == "vectors"}
+    assert cosines["float32", "exact"] == pytest.approx(1, abs=1e-6)
+    assert 0.9 < cosines["int8", "exact"] < 1 - 1e-6
+    assert all(row["seconds"] > 0 for row in rows if row["what"] == "seconds")
 
 
 @pytest.mark.slow

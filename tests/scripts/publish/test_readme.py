@@ -12,6 +12,7 @@ import torch
 import typer
 from support.embedding_cases import save_encoder
 from support.embedding_cases import text as words
+from support.tiny_models import batch_for, tiny_model
 from transformers import AutoModel, AutoTokenizer
 
 import hf_effattn
@@ -159,6 +160,23 @@ def test_the_lines_for_long_documents_run(tmp_path, monkeypatch):
     assert names["inputs"]["input_ids"].shape == (1, 640)
     assert names["vector"].shape == (1, 16)
     assert names["vector"].norm().item() == pytest.approx(1.0, rel=1e-5)
+
+
+@torch.no_grad()
+def test_the_lines_for_int8_layers_run():
+    """As printed; what ends a feed-forward block stays as it is."""
+    page = (ROOT / "hf_effattn" / "patching" / "MEASUREMENTS.md").read_text(encoding="utf-8")
+    code = re.search(r"## Int8 linear layers.*?```python\n(.*?)```", page, re.DOTALL)[1]
+    small = '"bi-clustered", min_length=0, clusters=8, topk=8, key_clusters=8)'
+    model = tiny_model("bert")
+    inputs, names = batch_for(model).inputs, {"hf_effattn": hf_effattn, "model": model}
+    exact = model(**inputs).last_hidden_state
+    exec(code.replace('"bi-clustered")', small), names)
+    left = [name for name, layer in names["model"].named_modules() if type(layer) is torch.nn.Linear]
+    assert left == [f"encoder.layer.{layer}.output.dense" for layer in range(3)]
+    change = (names["model"](**inputs).last_hidden_state - exact).norm() / exact.norm()
+    assert 1e-4 < change < 0.3
+    assert names["model"].config._attn_implementation == "bi-clustered"
 
 
 def test_the_commands_in_the_texts_name_options_that_there_are():
