@@ -100,10 +100,8 @@ class Build:
 def builds_of(before: str, threads: int) -> Iterator[dict[str, Build]]:
     """The earlier build, out of git; this one; and a process for exact attention."""
     with tempfile.TemporaryDirectory() as folder:
-        archive = subprocess.run(
-            ["git", "archive", before, "hf_effattn"], cwd=ROOT, check=True, stdout=subprocess.PIPE
-        )
-        with tarfile.open(fileobj=BytesIO(archive.stdout)) as files:
+        archive = subprocess.check_output(["git", "archive", before, "hf_effattn"], cwd=ROOT)
+        with tarfile.open(fileobj=BytesIO(archive)) as files:
             files.extractall(folder, filter="data")
         builds = {before: Build(Path(folder), threads), NOW: Build(ROOT, threads), EXACT: Build(ROOT, threads)}
         try:
@@ -151,7 +149,8 @@ def main(
             for _ in range(repeats):
                 for name, build in builds.items():
                     seconds[name].append(build.ask()["seconds"])
-            times = {f"{name}_ms": 1e3 * (median(seconds[key]) or 0.0) for name, key in names.items()}
+            columns = {"before_ms": before, "now_ms": NOW, "exact_ms": EXACT}
+            times = {column: 1e3 * (median(seconds[name]) or 0.0) for column, name in columns.items()}
             ratios = {
                 "times_before": median_ratio(seconds[before], seconds[NOW]),
                 "times_exact": median_ratio(seconds[EXACT], seconds[NOW]),
@@ -159,7 +158,6 @@ def main(
             }
             return [case | times | ratios | {"error": errors[NOW], "error_before": errors[before]}]
 
-        names = {"before": before, NOW: NOW, EXACT: EXACT}
         keep_missing(kept, cases, measure, "builds")
     print_rows(kept)
 

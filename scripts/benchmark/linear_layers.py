@@ -1,7 +1,7 @@
 """What do int8 linear layers add to a patch on a CPU, which takes the attention's time and leaves theirs?
 
 Seconds of a whole encoder of GTE-base's shape with random weights, one text, in float32, in bfloat16 and with int8
-linear layers (`quantize_dynamic`: all, or all but those that end a feed-forward block, whose inputs have outliers),
+linear layers (`quantize_dynamic`: all, or all but those that end a feed-forward block, which move vectors the most),
 each exact and patched, all interleaved in one run. And how far each moves the vectors of the pretrained BERT of the
 demo (its positions repeated beyond 512 tokens) on pieces of held-out books: the cosine with the exact float32 model's.
 

@@ -309,18 +309,18 @@ def linear_layers(result: dict[str, Any]) -> Table:
     methods = [EXACT, *result["settings"]["methods"]]
     cells = {(row["what"], row["length"], row["form"], row["method"]): row for row in result["rows"]}
     rows = []
-    for length, form in dict.fromkeys((row["length"], row["form"]) for row in result["rows"]):
+    for length, form in sorted({(row["length"], row["form"]) for row in result["rows"]}):
         times = [cells.get(("seconds", length, form, method), {}) for method in methods]
         cosines = [cells.get(("vectors", length, form, method), {}) for method in methods]
         seconds = [f"{row['seconds']:.1f} s, {row['speedup']:.1f}×" if row else "" for row in times]
         found = [f"{row['cosine_mean']:.4f}" for row in cosines if row]
-        rows.append([f"{length:,} tokens, {form}", *seconds, ", ".join(found)])
+        name = form.replace("int8-but-last", "int8, the ends of feed-forward blocks in float32")
+        rows.append([f"{length:,} tokens, {name}", *seconds, ", ".join(found)])
     texts, rounds = (max(row.get(field, 0) for row in result["rows"]) for field in ("texts", "rounds"))
     note = (
         "Seconds, and times as fast as exact in float32, of GTE-base's shape with random weights, one text, "
-        f"{rounds} round. int8-but-last: without the layers that end a feed-forward block. Cosine: "
-        f"with the vectors of the exact float32 model, the mean of up to {texts} pieces of held-out books, MiniLM, "
-        "positions repeated beyond 512; exact, then the methods in their order. "
+        f"{rounds} round. Cosine: with the vectors of the exact float32 model, the mean of up to {texts} pieces of "
+        "held-out books, MiniLM, positions repeated beyond 512; exact, then the methods in their order. "
     )
     return markdown(["", *methods, "cosine"], rows), note
 

@@ -26,8 +26,7 @@ import hf_effattn
 from hf_effattn.patching.methods.clustered import BiClustered
 
 SETTINGS = {method: SMALL_SETTINGS[method] | {"topk": 34} for method in WITH_TOPK}
-CAUSAL_KEYS = {"exact_keys": 24, "segment_length": 8, "window": 8, "min_length": 0}
-CAUSAL = CAUSAL_KEYS | {"key_clusters": 2}
+CAUSAL = {"exact_keys": 24, "segment_length": 8, "window": 8, "min_length": 0, "key_clusters": 2}
 
 
 pytestmark = pytest.mark.usefixtures("without_gradient")

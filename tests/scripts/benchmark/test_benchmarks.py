@@ -388,6 +388,10 @@ def test_a_machine_takes_nothing_from_another(tmp_path, monkeypatch):
     kept = json.loads(output.read_text(encoding="utf-8"))
     assert kept["min_length"]["cpu"] == [tried[0] | {"min_length": 120}, tried[1] | {"min_length": 104}]
     assert kept["measurements"]["cpu"]["other"] == other
+    measure_crossover.main(output=output, dtype="bfloat16")
+    machines = json.loads(output.read_text(encoding="utf-8"))["measurements"]["cpu"]
+    assert [machine.get("dtype") for machine in machines.values()] == [None, "float32", "bfloat16"]
+    assert {name: machines[name] for name in kept["measurements"]["cpu"]} == kept["measurements"]["cpu"]
 
 
 def test_min_length_is_the_longest_of_all_machines():
