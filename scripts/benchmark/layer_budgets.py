@@ -42,10 +42,10 @@ from .other_methods import (
     TARGETS,
     Name,
     fastest,
+    few_calls,
     label,
     measured_rows,
     settings_to_try,
-    trained_calls,
 )
 
 METHOD = "bi-clustered, calibrated over layers"
@@ -121,7 +121,7 @@ def measure(length: int, repeats: int, rows_of_others: Rows) -> Rows:
         return [row | about.get((row["method"], row["name"]), {}) for row in rows]
 
     forward_rows = rows_of(others, tables, training=False)
-    return forward_rows + rows_of(trained_calls(len(layers)), trained_tables, training=True)
+    return forward_rows + rows_of(few_calls(len(layers)), trained_tables, training=True)
 
 
 def verdicts(rows: Rows) -> Rows:

@@ -6,6 +6,7 @@ together, the mean of its six layers; so is the time, with all clustering, hashi
 in the same rounds. What each method does: `scripts/benchmark/_other_methods.py`.
 
     python -m scripts.benchmark.other_methods            # writes scripts/results/benchmark_other_methods.{json,png}
+    python -m scripts.benchmark.other_methods --few --output scripts/results/benchmark_other_methods_avx2.json
 
 The oracle chooses every query's true top keys from all scores and has no time: its errors are measured on some of the
 queries. Of a few settings of ours both passes are timed, too, for training. A length that the output file holds is not
@@ -31,7 +32,7 @@ from hf_effattn.measuring.json_numbers import finite_or_none
 from hf_effattn.patching.methods import make_method
 
 from ..shared.command_line import run_with_help
-from ..shared.runs import RESULTS, KeptRuns, print_table
+from ..shared.runs import RESULTS, KeptRuns, print_rows, print_table
 from . import _other_methods
 from ._inputs import HEAD_DIM, HEADS, held_out_inputs
 from ._plots import draw_other_methods
@@ -112,8 +113,8 @@ CURVES: dict[str, tuple[Callable[..., Attend], list[Settings]]] = {
     "Nyströmformer": (_other(_other_methods.nystromformer), grid(landmarks=(32, 64, 128, 256, 512))),
 }  # fmt: skip
 ORACLE_TOPK = (64, 256, 1024)
-# What is timed forward and backward, cheap to dear; the README shows it.
-TRAINED: dict[str, list[Settings]] = {
+# What is timed backward, too, and on the README's second processor, cheap to dear.
+FEW: dict[str, list[Settings]] = {
     "i-clustered, K-means": [{"clusters": 25, "topk": 64}, {"clusters": 100, "topk": 64}],
     OURS[0]: rows_of("clusters topk key_clusters", (32, 32, 32), (64, 64, 32), (64, 64, 64), (128, 128, 64)),
 }
@@ -145,6 +146,12 @@ def measure(length: int, repeats: int) -> Rows:
     rows = measured_rows(length, calls, layers, repeats)
     mark_frontier(rows)
     return finite_or_none(rows + oracle_errors(length, layers))
+
+
+def measure_few(length: int, repeats: int) -> Rows:
+    """Errors and times of the few settings that the README shows."""
+    layers = held_out_inputs(length)
+    return measured_rows(length, few_calls(len(layers)), layers, repeats)
 
 
 def mark_frontier(rows: Rows) -> None:
@@ -212,15 +219,15 @@ def times_of_layers(
 def measure_training(length: int, repeats: int) -> Rows:
     """Times of both passes of a few settings, in the same rounds as SDPA's."""
     layers = held_out_inputs(length)
-    rows = measured_rows(length, trained_calls(len(layers)), layers, repeats, training=True)
+    rows = measured_rows(length, few_calls(len(layers)), layers, repeats, training=True)
     return [row | {"error": None} for row in rows]  # those of the forward rows
 
 
-def trained_calls(layers: int) -> dict[Name, list[Attend]]:
-    """What is timed forward and backward, the same in every layer."""
+def few_calls(layers: int) -> dict[Name, list[Attend]]:
+    """The few settings, the same in every layer."""
     return {
         (method, label(settings)): [CURVES[method][0](**settings)] * layers
-        for method, chosen in TRAINED.items()
+        for method, chosen in FEW.items()
         for settings in chosen
     }
 
@@ -267,12 +274,16 @@ def best_settings(rows: Rows) -> pd.DataFrame:
 def main(
     lengths: Lengths = "4096,8192,16384",
     repeats: Annotated[int, typer.Option(help="Rounds of timing for each layer; short calls get more.")] = 2,
+    few: Annotated[bool, typer.Option(help="Only the forward pass of what the README shows.")] = False,
     output: Path = RESULTS / "benchmark_other_methods.json",
 ) -> None:
     """Measure every method, print the fastest setting for each error, and keep all as JSON and as a plot beside it."""
     kept = KeptRuns(output, {"batch": 1, "heads": HEADS, "head_dim": HEAD_DIM, "dtype": "float32", "repeats": repeats})
     for run in kept.missing([{"length": length} for length in numbers(lengths)]):
-        kept.add(*measure(run["length"], repeats))
+        kept.add(*(measure_few if few else measure)(run["length"], repeats))
+    if few:
+        print_rows(kept)
+        return
     for run in kept.missing([{"length": length, "part": TRAINING} for length in numbers(lengths)]):
         kept.add(*measure_training(run["length"], repeats))
     draw_other_methods(

@@ -64,39 +64,27 @@ SHOWN = (
 @of_file("benchmark_other_methods")
 def gains(result: dict[str, Any]) -> Table:
     """Times faster than exact attention, and the error, of a few settings at each length."""
-    cells = {(row["method"], row["name"], row["length"]): row for row in result["rows"] if not row.get("part")}
+    results = [result, *filter(None, [kept("benchmark_other_methods_avx2")])]
+    measured = [
+        {(row["method"], row["name"], row["length"]): row for row in each["rows"] if not row.get("part")}
+        for each in results
+    ]
     lengths = sorted({row["length"] for row in result["rows"] if row.get("part") == benchmark_other_methods.TRAINING})
 
-    def cell(row: dict[str, Any]) -> str:
-        return f"{number(row, 'speedup', '.1f', '×')} ({number(row, 'error', '.2f')})"
+    def cell(*name: Any) -> str:
+        speedups = " / ".join(number(rows.get(name), "speedup", ".1f", "×") for rows in measured)
+        return f"{speedups} ({number(measured[0][name], 'error', '.2f')})"
 
     rows = [
-        [f"`{method.split(',')[0]} {settings}`", *(cell(cells[method, settings, length]) for length in lengths)]
+        [f"`{method.split(',')[0]} {settings}`", *(cell(method, settings, length) for length in lengths)]
         for method, settings in SHOWN
     ]
-    settings = result["settings"]
+    others = [f"After the slash: {each['environment']['device_name']}. " for each in results[1:]]
     note = (
         "Attention alone, forward, clustering included; the mean of MiniLM's six layers on two novels, its positions "
-        f"repeated beyond 512, {settings['dtype']}. {_on_other_machines()}"
+        f"repeated beyond 512, {result['settings']['dtype']}. {''.join(others)}"
     )
     return markdown(["settings", *(f"{length:,} tokens" for length in lengths)], rows), note
-
-
-def _on_other_machines() -> str:
-    """How much of what the first CPU gained the others did, all settings at the longest length of the crossover."""
-    first, *others = _crossover()["measurements"]["cpu"].values()
-    length = max((length for row in first["forward_speedup"] for length in row["speedup"]), key=int)
-    notes = []
-    for other in others:
-        pairs = zip(other["forward_speedup"], first["forward_speedup"], strict=True)
-        shares = [row["speedup"][length] / first_row["speedup"][length] for row, first_row in pairs]
-        name = other["environment"]["device_name"]
-        notes.append(f"{name} gained {min(shares):.1f} to {max(shares):.1f} times as much. ")
-    return "".join(notes)
-
-
-def _crossover() -> dict[str, Any]:
-    return json.loads((PATCHING / "methods" / "crossover.json").read_text(encoding="utf-8"))
 
 
 @of_file("benchmark_embeddings")
@@ -327,7 +315,7 @@ def linear_layers(result: dict[str, Any]) -> Table:
 
 def shortest() -> str:
     """From which length each setting is faster than exact attention, in encoders and where the future is masked."""
-    measured = _crossover()
+    measured = json.loads((PATCHING / "methods" / "crossover.json").read_text(encoding="utf-8"))
     columns = {
         "encoders, CPU": ("", "cpu"),
         "decoders, CPU": ("causal_", "cpu"),

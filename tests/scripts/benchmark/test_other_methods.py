@@ -94,7 +94,7 @@ def test_benchmark_other_methods(real_model_folder, tmp_path, monkeypatch):
     make = other_methods.CURVES[other_methods.OURS[0]][0]
     small = other_methods.rows_of("clusters topk key_clusters", (8, 8, 8), (16, 32, 16))
     monkeypatch.setitem(other_methods.CURVES, other_methods.OURS[0], (make, small))
-    monkeypatch.setattr(other_methods, "TRAINED", {other_methods.OURS[0]: small[:1]})
+    monkeypatch.setattr(other_methods, "FEW", {other_methods.OURS[0]: small[:1]})
     monkeypatch.setattr(other_methods, "ORACLE_QUERIES", 16)
     output = tmp_path / "other_methods.json"
     other_methods.main("512", repeats=1, output=output)
@@ -155,7 +155,7 @@ def test_heads_that_share_a_budget(real_model_folder, tmp_path, monkeypatch):
     monkeypatch.setattr(
         _inputs, "held_out_tokens", lambda tokenizer, files: [Passages(tokenizer, bundled_books()).longest(500)[0]]
     )
-    monkeypatch.setattr(other_methods, "TRAINED", {})
+    monkeypatch.setattr(other_methods, "FEW", {})
     size = {"clusters": 16, "topk": 16, "key_clusters": 16}
     monkeypatch.setitem(
         other_methods.CURVES, other_methods.OURS[0], (other_methods.CURVES[other_methods.OURS[0]][0], [size])
