@@ -1,28 +1,34 @@
 """What the host does for a layer on a GPU, without one: all but the launches themselves runs.
 
-    python tests/compile/host.py          # prints the launches whose arguments were not those that Triton passes
-    python tests/compile/host.py --time   # prints microseconds of the host for each layer, as JSON
+    python tests/compile/host.py                    # prints whether replays make the launches of every layer
+    python tests/compile/host.py --time             # prints microseconds of the host for each layer, as JSON
+    python tests/compile/host.py --before COMMIT    # writes host.json: those of an earlier build and of this one
 
 The driver's launch does nothing, so a short layer takes as long as Python, torch and Triton need to come to its
-launches.
+launches. Run nothing else on the machine meanwhile.
 """
 
 import json
+import os
+import subprocess
 import sys
-from collections.abc import Callable, Iterable
+import tarfile
+import tempfile
+from collections.abc import Callable
+from io import BytesIO
+from pathlib import Path
 from statistics import median
-from time import perf_counter
+from time import thread_time
 from typing import Any
 
 import torch
 from compile_kernels import NamedGpu, fill_outputs, start
 from machine_code import GPU, layers
 
-from hf_effattn.ops.shared.triton import launch
-
 LAUNCHED: list[tuple[Any, ...]] = []
-PASSED: list[int] = []  # where the tensors of the last launch are
-REPEATS, SHORT = 100, 256
+REPEATS, ROUNDS, SHORT = 200, 5, 2048
+RECORD = Path(__file__).with_name("host.json")
+ROOT = Path(__file__).parents[2]
 
 
 class Loader:
@@ -36,40 +42,34 @@ class Loader:
         return {"max_shared_mem": 227 * 1024}
 
 
-class Launcher:
-    """Notes what is launched, by kinds of tensors and numbers."""
+class Noting:
+    """A launcher that notes what is launched: the kernel, its grid, and all of its arguments that are no addresses."""
 
     def __init__(self, source: Any, _: Any) -> None:
         self.kernel = source.fn.__name__
+        self.kinds = list(source.signature.values())
 
     def __call__(self, *arguments: Any) -> None:
         grid, given = arguments[:3], arguments[9:]
-        PASSED[:] = addresses(given)
-        kinds = ((x.dtype, x.shape, x.stride()) if torch.is_tensor(x) else x for x in given)
-        LAUNCHED.append((self.kernel, grid, *kinds))
+        pairs = zip(self.kinds, given, strict=True)
+        LAUNCHED.append((self.kernel, grid, *("address" if kind[0] == "*" else x for kind, x in pairs)))
 
 
-def addresses(arguments: Iterable[Any]) -> list[int]:
-    """Where the tensors among some arguments are."""
-    return [x.data_ptr() for x in arguments if torch.is_tensor(x)]
+class Idle:
+    """A launcher that does nothing."""
 
+    def __init__(self, *_: Any) -> None:
+        pass
 
-class Called(launch.Kernel):
-    """Raises where a kernel gets other tensors than it was called with, or in another order."""
-
-    def run(self, *args: Any, **named: Any) -> Any:
-        by_name = dict(zip(self.arg_names, args, strict=False)) | named
-        compiled = super().run(*args, **named)
-        if addresses(by_name[name] for name in self.arg_names) != PASSED:
-            raise AssertionError(f"{self.__name__} got other tensors than it was called with")
-        return compiled
+    def __call__(self, *_: Any) -> None:
+        pass
 
 
 class IdleGpu(NamedGpu):
     """A driver whose GPU does nothing."""
 
     utils = Loader()
-    launcher_cls = Launcher
+    launcher_cls: type[Any] = Idle
 
 
 def launches(call: Callable[[], Any]) -> list[tuple[Any, ...]]:
@@ -80,41 +80,77 @@ def launches(call: Callable[[], Any]) -> list[tuple[Any, ...]]:
 
 
 def check() -> dict[str, Any]:
-    """Of every layer how many launches there are, and which of those that were remembered differ."""
+    """Of every layer how many launches there are, and which of those that are replayed differ."""
+    from hf_effattn.ops.shared.triton import recorded
+
+    IdleGpu.launcher_cls = Noting
     fill_outputs()
-    for module in list(sys.modules.values()):
-        for kernel in vars(module).values() if module.__name__.startswith("hf_effattn") else ():
-            if isinstance(kernel, launch.Kernel):
-                kernel.__class__ = Called
-    counts = {}
+    replay, replayed = recorded.Recording.replay, []
+
+    def counted(self: Any, inputs: Any) -> Any:
+        replayed.append(self)
+        return replay(self, inputs)
+
+    recorded.Recording.replay = counted  # type: ignore[method-assign]
+    found = {}
     for name, call in layers().items():
-        launch.REMEMBERS = False
+        recorded.RECORDS = False
         expected = launches(call)
-        launch.REMEMBERS = True
-        first, remembered = launches(call), launches(call)
-        pairs = zip(expected, first, remembered, strict=True)
-        differing = [old[0] for old, new, again in pairs if not old == new == again]
-        counts[name] = {"launches": len(expected), "differing": differing}
-    return counts
+        recorded.RECORDS = True
+        launches(call)
+        replayed.clear()
+        differing = [old[0] for old, new in zip(expected, launches(call), strict=True) if old != new]
+        found[name] = {"launches": len(expected), "differing": differing, "replays": len(replayed)}
+    return found
 
 
-def time() -> dict[str, Any]:
-    """Microseconds of the host for the forward pass, with what is remembered and without, in turn."""
-    medians: dict[str, Any] = {}
+def time() -> dict[str, float]:
+    """Microseconds of the host for the forward pass of a layer, without gradients.
+
+    Causal attention is left out: it calls ops of torch, which run for real here.
+    """
+    medians = {}
     for name, call in layers(SHORT).items():
-        call()
-        seconds: dict[bool, list[float]] = {False: [], True: []}
-        for _ in range(REPEATS):
-            for remembers, kept in seconds.items():
-                launch.REMEMBERS = remembers
-                begin = perf_counter()
+        if name == "causal":
+            continue
+        with torch.no_grad():
+            for _ in range(3):
                 call()
-                kept.append(perf_counter() - begin)
-        keys = {False: "found out anew", True: "remembered"}
-        medians[name] = {keys[which]: round(1e6 * median(kept), 1) for which, kept in seconds.items()}
+            seconds = []
+            for _ in range(REPEATS):
+                begin = thread_time()
+                call()
+                seconds.append(thread_time() - begin)
+        medians[name] = 1e6 * median(seconds)
     return medians
 
 
+def compare(before: str) -> dict[str, Any]:
+    """Medians of rounds in which both builds are timed in turn, each in a process of its own, and their ratios."""
+    rounds: dict[str, list[dict[str, float]]] = {before: [], "now": []}
+    with tempfile.TemporaryDirectory() as folder:
+        archive = subprocess.check_output(["git", "archive", before, "hf_effattn"], cwd=ROOT)
+        with tarfile.open(fileobj=BytesIO(archive)) as files:
+            files.extractall(folder, filter="data")
+        for _ in range(ROUNDS):
+            for build, measured in rounds.items():
+                path = folder if build == before else str(ROOT)
+                command = [sys.executable, __file__, "--time"]
+                measured.append(json.loads(subprocess.check_output(command, env=os.environ | {"PYTHONPATH": path})))
+    names = rounds["now"][0]
+    middle = {build: {name: median(row[name] for row in rows) for name in names} for build, rows in rounds.items()}
+    rows = {
+        name: {"before_us": round(middle[before][name], 1), "now_us": round(middle["now"][name], 1)}
+        | {"times_before": round(middle[before][name] / middle["now"][name], 2)}
+        for name in names
+    }
+    return {"before": before, "torch": torch.__version__, "tokens": SHORT, "layers": rows}
+
+
 if __name__ == "__main__":
-    start(GPU, IdleGpu)
-    print(json.dumps(time() if "--time" in sys.argv else check(), indent=1))
+    if "--before" in sys.argv:
+        RECORD.write_text(json.dumps(compare(sys.argv[-1]), indent=1) + "\n")
+        print(RECORD.read_text())
+    else:
+        start(GPU, IdleGpu)
+        print(json.dumps(time() if "--time" in sys.argv else check(), indent=1))

@@ -1,10 +1,9 @@
-"""A remembered launch is the one that Triton would have made."""
+"""Kernels are read once and launched where their tensors are; what is replayed is what a layer launches."""
 
 import json
 import os
 import subprocess
 import sys
-import weakref
 from contextlib import contextmanager
 from pathlib import Path
 
@@ -20,38 +19,6 @@ def _some_kernel(x_ptr, n, BLOCK):
     """Never compiled here."""
 
 
-class Compiled:
-    """Stands for what Triton has compiled; notes how it is launched."""
-
-    def __init__(self) -> None:
-        self.launches: list[tuple] = []
-
-    def __getitem__(self, grid):
-        return lambda *given: self.launches.append((grid, given))
-
-
-@pytest.fixture
-def compiled(monkeypatch):
-    """A kernel, and what it was compiled to, one for each time that Triton had to look at the arguments."""
-    kernels: list[Compiled] = []
-
-    def run(self, *args, grid, warmup, **constants):
-        kernels.append(Compiled())
-        return kernels[-1]
-
-    class Gpu:
-        device = 0
-
-        def get_current_device(self):
-            return self.device
-
-    gpu = Gpu()
-    monkeypatch.setattr(JITFunction, "run", run)
-    monkeypatch.setattr(launch, "REMEMBERS", True)
-    monkeypatch.setattr(launch, "driver", type("Driver", (), {"active": gpu}))
-    return launch.Kernel(_some_kernel, do_not_specialize=launch.LENGTHS), kernels, gpu
-
-
 @pytest.mark.parametrize(("interpret", "kind", "read"), [("0", launch.Kernel, 1), ("1", InterpretedFunction, 0)])
 def test_a_kernel_is_read_once(interpret, kind, read, monkeypatch):
     monkeypatch.setenv("TRITON_INTERPRET", interpret)
@@ -63,43 +30,14 @@ def test_a_kernel_is_read_once(interpret, kind, read, monkeypatch):
     assert len(calls) == read
 
 
-def test_the_same_arguments_are_looked_at_once(compiled):
-    kernel, kernels, _ = compiled
-    first, second = torch.zeros(8), torch.ones(8)
-    for tensor in (first, second):
-        kernel[(3,)](tensor, 5, BLOCK=16, num_warps=4)
-    assert len(kernels) == 1
-    ((grid, given),) = kernels[0].launches
-    assert grid == (3, 1, 1)
-    assert given[0] is second
-    assert given[1:] == (5, 16)
+def test_a_launch_runs_on_the_gpu_that_holds_the_tensors(monkeypatch):
+    launched = []
 
+    class Gpu:
+        device = 0
 
-def test_whatever_triton_compiles_for_is_told_apart(compiled):
-    kernel, kernels, gpu = compiled
-    numbers = torch.zeros(64)
-    odd = numbers[1:]  # begins at no multiple of 16 bytes
-    calls = [
-        ((numbers, 5), {"BLOCK": 16}),
-        ((odd, 5), {"BLOCK": 16}),
-        ((numbers.half(), 5), {"BLOCK": 16}),
-        ((None, 5), {"BLOCK": 16}),
-        ((numbers, 16), {"BLOCK": 16}),
-        ((numbers, 1), {"BLOCK": 16}),
-        ((numbers, 2**40), {"BLOCK": 16}),
-        ((numbers, 5), {"BLOCK": 32}),
-        ((numbers, 5), {"BLOCK": 16, "num_warps": 8}),
-        ((numbers, 5), {"BLOCK": 16, "maxnreg": 8}),
-    ]
-    for gpu.device in (0, 1):
-        for args, constants in calls * 2:
-            kernel[(1,)](*args, **constants)
-    assert len(kernels) == 2 * len(calls)
-    assert all(len(binary.launches) == 1 for binary in kernels)
-
-
-def test_a_launch_runs_on_the_gpu_that_holds_the_tensors(compiled, monkeypatch):
-    kernel, _, gpu = compiled
+        def get_current_device(self):
+            return self.device
 
     class OnSecondGpu(torch.Tensor):
         is_cuda, device = True, torch.device("cuda", 1)
@@ -110,41 +48,20 @@ def test_a_launch_runs_on_the_gpu_that_holds_the_tensors(compiled, monkeypatch):
         yield
         gpu.device = before
 
+    gpu = Gpu()
+    monkeypatch.setattr(JITFunction, "run", lambda self, *args, **named: launched.append(gpu.device))
+    monkeypatch.setattr(launch, "driver", type("Driver", (), {"active": gpu}))
     monkeypatch.setattr(torch.cuda, "device", switched)
+    kernel = launch.Kernel(_some_kernel, do_not_specialize=launch.LENGTHS)
     kernel[(3,)](torch.zeros(8).as_subclass(OnSecondGpu), 5, BLOCK=16)
-    assert [used for used, *_ in kernel.remembered] == [1]
+    kernel[(3,)](torch.zeros(8), 5, BLOCK=16)
+    kernel[(0,)](torch.zeros(8), 5, BLOCK=16)
+    assert launched == [1, 0]
     assert gpu.device == 0
 
 
-def test_what_is_not_compiled_is_not_remembered_and_memory_is_bounded(compiled, monkeypatch):
-    kernel, _, _ = compiled
-    monkeypatch.setattr(launch, "MOST_REMEMBERED", 10)
-    for length in range(25):
-        kernel[(1,)](torch.zeros(8), length, BLOCK=16)
-        assert len(kernel.remembered) <= 10
-    monkeypatch.setattr(JITFunction, "run", lambda *_, **__: None)
-    kernel[(1,)](torch.zeros(8), 100, BLOCK=16)
-    assert all(binary is not None for binary, _ in kernel.remembered.values())
-
-
-def test_tensors_by_name_are_passed_and_not_kept(compiled):
-    kernel, kernels, _ = compiled
-    tensors = [torch.zeros(8), torch.ones(8)]
-    for tensor in tensors:
-        kernel[(1, 2)](BLOCK=16, n=5, x_ptr=tensor)
-    assert len(kernels) == 1
-    ((grid, given),) = kernels[0].launches
-    assert grid == (1, 2, 1)
-    assert given[0] is tensors[1]
-    assert given[1:] == (5, 16)
-    kept = [weakref.ref(tensor) for tensor in tensors]
-    kernels[0].launches.clear()
-    del tensors, tensor, given
-    assert all(reference() is None for reference in kept)
-
-
 @pytest.mark.slow
-def test_remembered_launches_pass_what_triton_passes():
+def test_replays_make_the_launches_of_a_layer():
     """Of whole layers, forward and backward, compiled for a GPU whose driver does nothing."""
     environment = {name: value for name, value in os.environ.items() if name != "TRITON_INTERPRET"}
     command = [sys.executable, str(Path(__file__).with_name("host.py"))]
@@ -155,3 +72,4 @@ def test_remembered_launches_pass_what_triton_passes():
     for layer in layers.values():
         assert layer["launches"] > 3
         assert not layer["differing"]
+        assert layer["replays"] >= 2  # forward and backward

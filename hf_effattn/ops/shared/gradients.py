@@ -9,6 +9,7 @@ import torch
 
 from ..derivatives import refuse_second_derivatives
 from .tables import empty_output
+from .torch_internals import is_followed
 
 NOTHING = slice(0)
 
@@ -56,8 +57,14 @@ def register_op(
     schema = getattr(torch.ops.hf_effattn, name).default._schema
     listed = isinstance(schema.returns[0].type, torch.ListType)
     count = outputs if shown is None else shown
-    shows = (lambda *given: op(*given)[0]) if count == 1 else (lambda *given: op(*given)[:count])
-    form = op if returned is torch.Tensor else shows
+
+    only_shown: dict[str, Any] = {"wanted": count} if hasattr(forward, "is_recorded") else {}
+
+    def form(*given: Any) -> Any:
+        # torch takes longer to find and to call an op than the host has for a layer on a GPU.
+        result = op(*given) if is_followed(given) else forward(inputs(*given), **only_shown)
+        return result if returned is torch.Tensor else result[0] if count == 1 else result[:count]
+
     if listed:
         op.register_vmap(lambda _, in_dims, *given: _one_by_one(op, in_dims, given))
     if gradients is None:

@@ -3,6 +3,9 @@
 `tests/test_assumptions.py` holds what they are taken for.
 """
 
+from collections.abc import Iterable
+from typing import Any
+
 import torch
 
 
@@ -33,3 +36,19 @@ def softmax_backward(grad: torch.Tensor, softmax: torch.Tensor, dim: int) -> tor
 def cpu_multiplies_bfloat16() -> bool:
     """Whether the processor has instructions for it: `torch.ops.mkldnn._is_mkldnn_bf16_supported`, 2.6 to 2.13."""
     return torch.backends.mkldnn.is_available() and torch.ops.mkldnn._is_mkldnn_bf16_supported()
+
+
+def is_followed(arguments: Iterable[Any]) -> bool:
+    """Whether more than numbers is wanted of a computation: gradients, a graph, what a mode or a subclass makes of it.
+
+    `torch._C`, 2.6 to 2.13.
+    """
+    tensors = [x for x in arguments if isinstance(x, torch.Tensor)]
+    return (
+        torch.compiler.is_compiling()
+        or is_traced()
+        or torch._C._len_torch_dispatch_stack() > 0
+        or torch._C._are_functorch_transforms_active()
+        or any(type(x) not in (torch.Tensor, torch.nn.Parameter) for x in tensors)
+        or (torch.is_grad_enabled() and any(x.requires_grad for x in tensors))
+    )

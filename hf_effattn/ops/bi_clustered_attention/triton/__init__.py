@@ -7,6 +7,7 @@ import torch
 from ...shared.gradients import register_op
 from ...shared.tables import empty_output, unwritten_output
 from ...shared.triton.cluster_table_forward import _cluster_table_fwd_kernel, blocks_of_queries
+from ...shared.triton.recorded import recorded
 from ...shared.triton.sort import SortedRows, empty_sorted, sort_both_by_cluster
 from ...shared.triton.tiles import LOG2_E, tile_config
 from ..reference import Inputs
@@ -23,6 +24,7 @@ def _tiles(query: torch.Tensor, value: torch.Tensor) -> tuple[int, int]:
     return tile_config(query, *dims)["ROWS"], key_config["ROWS"]
 
 
+@recorded
 def _forward(x: Inputs) -> list[torch.Tensor]:
     """`V_i = Σ_{t∈T} p_it V_t + Σ_c p_ic Ṽ_jc + s_i η_i^T M_j`, and the tensors of `Saved`."""
     (query, key, value, labels, key_labels), key_mask, query_mask = x[:5], x.key_mask, x.query_mask
@@ -63,6 +65,7 @@ def _forward(x: Inputs) -> list[torch.Tensor]:
     return [output, *saved]
 
 
+@recorded
 def gradients(
     grad_output: torch.Tensor, forward: list[torch.Tensor], x: Inputs
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:

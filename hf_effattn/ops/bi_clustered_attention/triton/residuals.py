@@ -1,12 +1,16 @@
 """How a few queries differ from the means of their clusters, on a GPU; to `torch.compile` it is one op."""
 
+from typing import NamedTuple
+
 import torch
 import triton
 import triton.language as tl
 
 from ...kmeans.triton.rows import find_rows, finite, load_fit_rows, load_points
+from ...shared.gradients import register_op
 from ...shared.triton.chips import Chip, block_width, chip_of
 from ...shared.triton.launch import kernel
+from ...shared.triton.recorded import recorded
 
 PART, MOST_PARTS = 512, 32  # fitted rows of a part at least, and parts of a problem at most
 
@@ -141,13 +145,27 @@ def blocks_of(
     return {"BLOCK_C": block_c} | sums | of_sums, {"BLOCK_C": block_c} | residuals | of_residuals
 
 
-@torch.library.custom_op("hf_effattn::query_residuals_triton", mutates_args=())
-def query_residuals(
-    query: torch.Tensor, labels: torch.Tensor, query_mask: torch.Tensor | None, clusters: int, rows: int
-) -> torch.Tensor:
+class Inputs(NamedTuple):
+    """As the public op takes them."""
+
+    query: torch.Tensor
+    labels: torch.Tensor
+    query_mask: torch.Tensor | None
+    clusters: int
+    rows: int
+
+
+def _empty_residuals(x: Inputs) -> torch.Tensor:
+    B, H, N, D = x.query.shape
+    return x.query.new_empty(B, H, min(N, x.rows), D)
+
+
+@recorded
+def _forward(x: Inputs) -> torch.Tensor:
     """`η` `(B, H, n, D)` of `n = min(N, rows)` evenly spread queries, in their dtype."""
+    query, labels, query_mask, clusters, rows = x
     B, H, N, D = query.shape
-    residuals = query.new_empty(B, H, min(N, rows), D)
+    residuals = _empty_residuals(x)
     if residuals.numel() == 0:
         return residuals
     chip, fitted = chip_of(query), find_rows(query, query_mask, rows)
@@ -169,7 +187,4 @@ def query_residuals(
     return residuals
 
 
-@query_residuals.register_fake
-def _(query, labels, query_mask, clusters, rows):
-    B, H, N, D = query.shape
-    return query.new_empty(B, H, min(N, rows), D)
+query_residuals = register_op("query_residuals_triton", Inputs, _forward, fake=_empty_residuals)

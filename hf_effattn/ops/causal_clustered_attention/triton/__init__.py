@@ -7,6 +7,7 @@ import torch
 
 from ...shared.gradients import register_op
 from ...shared.tables import empty_output, unwritten_output
+from ...shared.triton.recorded import recorded
 from ...shared.triton.sort import SortedRows
 from ...shared.triton.tiles import tile_config
 from ..reference import Settings
@@ -52,6 +53,7 @@ def laid_out(x: Settings, layout: Layout, compaction: Compaction | None) -> Rows
     return Rows(layout.queries(query), layout.keys(key), layout.keys(value))
 
 
+@recorded
 def _forward(x: Settings) -> list[torch.Tensor]:
     """One softmax over the local keys, the exact keys, and summaries of the others at the nearest centroid."""
     if x.query.numel() == 0:
@@ -109,6 +111,7 @@ def _fake(x: Settings) -> list[torch.Tensor]:
     return [empty_output(x.query, x.value), *saved]
 
 
+@recorded
 def gradients(
     grad_output: torch.Tensor, forward: list[torch.Tensor], x: Settings
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]:

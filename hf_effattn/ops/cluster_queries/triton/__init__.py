@@ -10,6 +10,7 @@ from ...kmeans.triton.rows import Rows, find_rows, finite, load_fit_rows, load_f
 from ...shared.gradients import register_op
 from ...shared.triton.chips import block_width, chip_of
 from ...shared.triton.launch import kernel
+from ...shared.triton.recorded import recorded
 from ..reference import METRIC_RIDGE, Inputs, empty_labels
 
 BLOCK_I = 64  # rows of products that a program adds up
@@ -154,6 +155,7 @@ def share_rows(
     return same_layout and query_mask.data_ptr() == key_mask.data_ptr()
 
 
+@recorded
 def _forward(x: Inputs) -> torch.Tensor:
     """Labels `(B, H, N)`; a masked query has label 0."""
     query, key, key_mask, query_mask, clusters, method, iterations, bits, fit_queries, seed = x

@@ -14,6 +14,7 @@ from ...shared.triton.centroids import centroid_pass
 from ...shared.triton.chips import block_width
 from ...shared.triton.cluster_table import _cluster_table_bwd_query_kernel, add_exact_keys
 from ...shared.triton.cluster_table_forward import _cluster_table_fwd_kernel, blocks_of_queries
+from ...shared.triton.recorded import recorded
 from ...shared.triton.sort import SortedRows, cluster_means, empty_sorted, sort_by_cluster
 from ...shared.triton.tiles import LOG2_E, tile_config
 from ..reference import Inputs
@@ -69,6 +70,7 @@ def fake(x: Inputs) -> list[torch.Tensor]:
     return [empty_output(x.query, x.value), *saved]
 
 
+@recorded
 def forward(x: Inputs) -> list[torch.Tensor]:
     """`V_i = m_j softmax(scale · Q_i K_T^T) V_T + Σ_{t∉T} A^c_jt V_t`, and the tensors of `Saved`."""
     query, key, value, labels, clusters, topk, key_mask, query_mask, scale, dropout_p, dropout_seed = x
@@ -109,6 +111,7 @@ def forward(x: Inputs) -> list[torch.Tensor]:
     return [output, *Saved(*sorted_rows, centroids, lse, rest, top, top_scores, mass, top_lse)]
 
 
+@recorded
 def gradients(
     grad_output: torch.Tensor, saved_tensors: list[torch.Tensor], x: Inputs
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:

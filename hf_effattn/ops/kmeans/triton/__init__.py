@@ -9,6 +9,7 @@ import torch
 
 from ...shared.gradients import register_op
 from ...shared.triton.chips import Chip, block_width, chip_of
+from ...shared.triton.recorded import constant, recorded
 from ..reference import Inputs, empty_clusters
 from ..sampling import KERNEL_SEEDING, SHARE_BITS, first_seed_share, most_fit_rows
 from .lloyd import _kmeans_assign_kernel, _kmeans_update_kernel
@@ -85,7 +86,7 @@ def fit(
     _kmeans_seed_kernel[(P * groups,)](
         *strided_points, rows.fit, rows.counts, metric, origin, centroids, directions, half_norms, arrived,
         H, per_metric, rows.total, R, KERNEL_SEEDING.most_rows(clusters), groups, clusters, D,
-        first_seed_share(seed), SHARE_BITS=SHARE_BITS, ROWS=KERNEL_SEEDING.rows, SEEDS=16,
+        constant(first_seed_share, seed), SHARE_BITS=SHARE_BITS, ROWS=KERNEL_SEEDING.rows, SEEDS=16,
         BLOCK_K=min(block_d, 16 if wide else 32), PRECISION=chip.dot_precision(torch.float32), BINARY=binary,
     )  # fmt: skip
     for _ in range(iterations):
@@ -140,6 +141,7 @@ def own_centroids(points: torch.Tensor, rows: Rows, clusters: int) -> torch.Tens
     return centroids
 
 
+@recorded
 def _forward(x: Inputs) -> tuple[torch.Tensor, torch.Tensor]:
     """Labels `(B, H, N)` and centroids `(B, H, C, D)` of points `(B, H, N, D)`; a masked point has label 0."""
     points, mask, clusters, iterations, fit_points, seed = x

@@ -13,6 +13,7 @@ from ...shared.gradients import register_op
 from ...shared.tables import empty_gradient
 from ...shared.triton.centroids import split_count
 from ...shared.triton.chips import chip_of
+from ...shared.triton.recorded import recorded
 from ..reference import Inputs
 from .kernels import (
     _neural_clustering_bwd_direction_kernel,
@@ -86,6 +87,7 @@ class Steps:
         return words.new_empty(words.shape[0], self.rows, self.blocks * self.config["CENTROIDS"], dtype=dtype)
 
 
+@recorded
 def _forward(x: Inputs) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]:
     """`Ĉ` in the dtype of the words, labels, `Ĉ` in float32, base-2 log-sum-exps `(B, k)`, and `1 / |Z_j|`."""
     words, directions, cosine, mask = x
@@ -155,6 +157,7 @@ def _fake(x: Inputs) -> tuple[torch.Tensor, ...]:
     )
 
 
+@recorded
 def gradients(
     grad_updated: torch.Tensor, exact: torch.Tensor, total: torch.Tensor, inverse: torch.Tensor, x: Inputs
 ) -> tuple[torch.Tensor, torch.Tensor]:

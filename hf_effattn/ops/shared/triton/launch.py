@@ -1,4 +1,4 @@
-"""How the kernels are launched: what Triton finds out about the arguments once is not found out again."""
+"""How the kernels are launched."""
 
 from collections.abc import Callable
 from typing import Any
@@ -9,6 +9,8 @@ from triton import knobs
 from triton.runtime import driver
 from triton.runtime.jit import JITFunction
 
+from .recorded import recorder
+
 # Arguments that change with the length of the inputs or with their number. Triton must not compile a kernel again
 # where one of them is 1 or a multiple of 16. It may for the length itself, as that saves registers.
 LENGTHS = (
@@ -16,23 +18,10 @@ LENGTHS = (
     *("first_share", "fit_rows", "seed", "bin_keys", "block_rows"),
     *("first_late", "first_segment", "segments", "places"),
 )
-REMEMBERS = torch.version.hip is None  # AMD's kernels are compiled for the sizes of tensors, too
-MOST_REMEMBERED = 256  # launches of a kernel, so that lengths that come only once do not fill the memory
-ALIGNMENT = 16  # bytes; Triton compiles for tensors that begin at a multiple, and for others
 
 
 class Kernel(JITFunction):
-    """A kernel that remembers what it was compiled to, by the numbers and the kinds of tensors that it was given.
-
-    Triton derives that from the arguments at every launch, on the host, which takes longer than the rest of it, and a
-    layer is a dozen or two launches. Hooks of a launch run; those before it, and settings for debugging that come
-    later, do not.
-    """
-
-    def __init__(self, function: Callable[..., Any], **options: Any) -> None:
-        super().__init__(function, **options)
-        # What it was compiled to, and the names of the arguments that are given by name, in its order.
-        self.remembered: dict[tuple[Any, ...], tuple[Any, list[str]]] = {}
+    """A kernel that runs on the GPU that holds its tensors, and tells the recorder of a call what it launches."""
 
     def run(self, *args: Any, grid: tuple[int, ...], warmup: bool, **named: Any) -> Any:
         """Launch on a grid, on the GPU that holds the tensors, or with `warmup` only compile.
@@ -46,23 +35,9 @@ class Kernel(JITFunction):
         if held_by is not None and held_by.index != device:
             with torch.cuda.device(held_by):
                 return self.run(*args, grid=grid, warmup=warmup, **named)
-        if warmup or not REMEMBERS:
-            return super().run(*args, grid=grid, warmup=warmup, **named)
-        kinds = [
-            (x.dtype, x.data_ptr() % ALIGNMENT == 0) if isinstance(x, torch.Tensor) else (x, type(x))
-            for x in (*args, *named.values())
-        ]
-        key = device, *named, *kinds
-        remembered = self.remembered.get(key)
-        if remembered is not None:
-            compiled, names = remembered
-            compiled[(*grid, 1, 1)[:3]](*args, *[named[name] for name in names])
-            return compiled
-        compiled = super().run(*args, grid=grid, warmup=False, **named)
-        if compiled is not None:
-            if len(self.remembered) >= MOST_REMEMBERED:
-                self.remembered.clear()
-            self.remembered[key] = compiled, self.arg_names[len(args) :]
+        compiled = super().run(*args, grid=grid, warmup=warmup, **named)
+        if (now := recorder()) is not None and not warmup:
+            now.launched(compiled, grid, [*args, *(named[name] for name in self.arg_names[len(args) :])])
         return compiled
 
 

@@ -16,6 +16,7 @@ from ...shared.triton.chips import block_width
 from ...shared.triton.cluster_table import load_split_sum
 from ...shared.triton.dropout import dropout_factor
 from ...shared.triton.launch import kernel
+from ...shared.triton.recorded import recorded
 from ...shared.triton.softmax import KINDS
 from ...shared.triton.tiles import LOG2_E, load_mask, load_rows, store_rows
 from ..reference import Inputs
@@ -378,6 +379,7 @@ def _slice_attention_bwd_sink_sum_kernel(
     add_in_place(p_gv, o_v < Dv, load_split_sum(value_parts_ptr, i_pk * rows + i_sink, splits, Dv, BLOCK_V))
 
 
+@recorded
 def gradients(
     grad_output: torch.Tensor, grad_pooled: torch.Tensor, grad_lse: torch.Tensor, output: torch.Tensor,
     lse: torch.Tensor, x: Inputs,

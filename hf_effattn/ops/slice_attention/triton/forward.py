@@ -7,6 +7,7 @@ import torch
 import triton.language as tl
 
 from ...shared.triton.launch import kernel
+from ...shared.triton.recorded import recorded
 from ...shared.triton.softmax import softmax_step
 from ...shared.triton.tiles import LOG2_E, LOWEST, load_mask, load_rows, store_rows
 from ..batched import empty_outputs
@@ -234,6 +235,7 @@ def strides(prefix: str, tensor: torch.Tensor) -> dict[str, int]:
     return {f"stride_{prefix}_{dim}": stride for dim, stride in zip("bhnd", tensor.stride(), strict=True)}
 
 
+@recorded
 def forward(x: Inputs) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
     """Output `(B, H, N, Dv)`, means `(B, H, slices, Dv)` and log-sum-exps `(B, H, N)`."""
     (query, key, value), call = x[:3], Call.of(x)

@@ -11,6 +11,7 @@ import torch
 from ...shared.gradients import register_op
 from ...shared.tables import empty_gradient, empty_output, unwritten_output
 from ...shared.triton.chips import block_width, chip_of
+from ...shared.triton.recorded import recorded
 from ...shared.triton.tiles import LOG2_E, PART
 from ..reference import BLOCK_WEIGHTS, DIFFERENTIABLE, Inputs
 from .kernels import (
@@ -61,6 +62,7 @@ def _config(x: Inputs, rows: int, columns: int, *, by_parts: bool = False) -> di
     }
 
 
+@recorded
 def _forward(x: Inputs) -> tuple[torch.Tensor, torch.Tensor]:
     """Every word's attention to its window, and the base-2 log-sum-exp of its scores, `(B · H, N)`, by rank."""
     (query, key, value), membership = x[:3], x.membership
@@ -87,6 +89,7 @@ def _fake(x: Inputs) -> tuple[torch.Tensor, torch.Tensor]:
     return empty_output(x.query, x.value), x.query.new_empty(B * H, N, dtype=torch.float32)
 
 
+@recorded
 def gradients(
     grad_output: torch.Tensor, output: torch.Tensor, lse: torch.Tensor, x: Inputs
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]:
