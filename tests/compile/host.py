@@ -2,7 +2,8 @@
 
     python tests/compile/host.py                    # prints whether replays make the launches of every layer
     python tests/compile/host.py --time             # prints microseconds of the host for each layer, as JSON
-    python tests/compile/host.py --before COMMIT    # writes host.json: those of an earlier build and of this one
+    python tests/compile/host.py --chains           # prints its launches, the longest chain, the bytes of their code
+    python tests/compile/host.py --before COMMIT    # writes host.json: all of these, beside an earlier build
 
 The driver's launch does nothing, so a short layer takes as long as Python, torch and Triton need to come to its
 launches. Run nothing else on the machine meanwhile.
@@ -27,6 +28,7 @@ from machine_code import GPU, layers
 
 LAUNCHED: list[tuple[Any, ...]] = []
 REPEATS, ROUNDS, SHORT = 200, 5, 2048
+MACHINE_CODE = Path(__file__).with_name("machine_code.json")
 RECORD = Path(__file__).with_name("host.json")
 ROOT = Path(__file__).parents[2]
 
@@ -125,6 +127,45 @@ def time() -> dict[str, float]:
     return medians
 
 
+def chains() -> dict[str, dict[str, int]]:
+    """Of every layer's forward pass: launches, the longest chain of them, and the bytes of code that they read.
+
+    Two launches follow each other where both get the same memory, other than an argument: even if both only read it.
+    """
+    from hf_effattn.ops.shared.triton import recorded
+
+    fill_outputs()
+    recorders: list[Any] = []
+    recording = recorded.Recorder.recording
+
+    def kept(self: Any, *given: Any) -> Any:
+        recorders.append(self)
+        return recording(self, *given)
+
+    recorded.Recorder.recording = kept  # type: ignore[method-assign]
+    code = json.loads(MACHINE_CODE.read_text())["layers"]
+    found = {}
+    for name, call in layers().items():
+        recorders.clear()
+        with torch.no_grad():
+            call()
+        longest = 0
+        for recorder in recorders:  # of the clustering, and of the attention that follows it
+            depths: dict[int, int] = {}
+            for step in recorder.steps:
+                places = step.places if isinstance(step, recorded.Launch) else ()
+                memory = {source for _, source, _ in places if source >= recorder.inputs}
+                depths |= dict.fromkeys(memory, 1 + max((depths.get(source, 0) for source in memory), default=0))
+            longest += max(depths.values(), default=0)
+        count = sum(isinstance(step, recorded.Launch) for recorder in recorders for step in recorder.steps)
+        found[name] = {
+            "launches": count,
+            "chain": longest,
+            "code_bytes": 16 * sum(x["instructions"] for x in code[name]),
+        }
+    return found
+
+
 def compare(before: str) -> dict[str, Any]:
     """Medians of rounds in which both builds are timed in turn, each in a process of its own, and their ratios."""
     rounds: dict[str, list[dict[str, float]]] = {before: [], "now": []}
@@ -144,7 +185,9 @@ def compare(before: str) -> dict[str, Any]:
         | {"times_before": round(middle[before][name] / middle["now"][name], 2)}
         for name in names
     }
-    return {"before": before, "torch": torch.__version__, "tokens": SHORT, "layers": rows}
+    found = json.loads(subprocess.check_output([sys.executable, __file__, "--chains"]))
+    layers_found = {name: found[name] | rows.get(name, {}) for name in found}
+    return {"before": before, "torch": torch.__version__, "tokens": SHORT, "layers": layers_found}
 
 
 if __name__ == "__main__":
@@ -153,4 +196,5 @@ if __name__ == "__main__":
         print(RECORD.read_text())
     else:
         start(GPU, IdleGpu)
-        print(json.dumps(time() if "--time" in sys.argv else check(), indent=1))
+        chosen = {"--time": time, "--chains": chains}.get(sys.argv[-1], check)
+        print(json.dumps(chosen(), indent=1))

@@ -90,7 +90,10 @@ def layers(length: int = LENGTH) -> dict[str, Callable[[], Any]]:
         return improved(query, key, value, labels, 100, 32, *plain)
 
     def bi_clustered() -> torch.Tensor:
-        residuals(query.detach(), labels, None, 64, 2048)
+        rows = query.detach(), key.detach()
+        cluster_queries(*rows, None, None, 64, "kmeans", 3, 32, 2048, 0)
+        within = residuals(rows[0], labels, None, 64, 2048)
+        cluster_queries(rows[1], within, None, None, 32, "kmeans", 2, 32, 2048, 0)
         rest = HEAD_DIM**-0.5, 0.0, None
         counts = ([count] * key.shape[1] for count in (64, 32, 64))
         return bi_clustered_attention(query, key, value, labels, labels, *counts, None, None, None, *rest)
