@@ -6,6 +6,7 @@ from functools import cache
 import torch
 
 KIB = 1024
+HAS_PRECISION = hasattr(torch.backends.cuda.matmul, "fp32_precision")
 REGISTERS = 64 * KIB  # of all threads of a program, on NVIDIA's chips
 
 
@@ -46,7 +47,7 @@ class Chip:
 def tf32_allowed() -> bool:
     """Whether torch multiplies float32 matrices in TF32; reading the old switch may raise where there is a new one."""
     matmul = torch.backends.cuda.matmul
-    return bool(matmul.fp32_precision == "tf32" if hasattr(matmul, "fp32_precision") else matmul.allow_tf32)
+    return bool(matmul.fp32_precision == "tf32" if HAS_PRECISION else matmul.allow_tf32)
 
 
 def block_width(dim: int) -> int:

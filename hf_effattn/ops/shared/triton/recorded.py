@@ -208,6 +208,11 @@ class Recorder(TorchDispatchMode):
             outputs = [self._view(x) if x.numel() else self._empty(x) for x in listed]
         except NotRecordableError as error:
             self.refused = self.refused or str(error)
+            return None
+        for view, x in zip(outputs, listed, strict=True):
+            source = self.sources[view.source]
+            if source.tensor is not None and view.offset == 0 and x.nbytes == source.bytes:
+                source.tensor = view  # allocated as it is returned
         return None if self.refused else Recording(self, outputs, type(result))
 
     def _empty(self, x: torch.Tensor) -> View:
@@ -323,17 +328,20 @@ def _is_watched() -> bool:
     return bool(getattr(hook, "calls", hook))
 
 
-def signature(argument: Any, tensors: list[torch.Tensor]) -> Any:
-    """The kind of an argument, of which all launches follow; its tensors are added to a list."""
-    if isinstance(argument, torch.Tensor):
-        tensors.append(argument)
-        aligned = argument.data_ptr() % POINTER_BITS
-        return argument.dtype, argument.shape, argument.stride(), argument.device, aligned
-    if isinstance(argument, list | tuple):
-        if argument and isinstance(argument[0], int):  # counts of heads
-            return type(argument), *argument
-        return type(argument), *(signature(member, tensors) for member in argument)
-    return argument, type(argument)
+def signature(arguments: Iterable[Any], tensors: list[torch.Tensor]) -> tuple[Any, ...]:
+    """The kinds of arguments, of which all launches follow; their tensors are added to a list."""
+    kinds: list[Any] = []
+    for argument in arguments:
+        if isinstance(argument, torch.Tensor):
+            tensors.append(argument)
+            aligned = argument.data_ptr() % POINTER_BITS
+            kinds.append((argument.dtype, argument.shape, argument.stride(), argument.device, aligned))
+        elif isinstance(argument, list | tuple):
+            counts = argument and isinstance(argument[0], int)  # of heads
+            kinds.append(tuple(argument) if counts else signature(argument, tensors))
+        else:
+            kinds.append((argument, type(argument)))
+    return tuple(kinds)
 
 
 def recorded(function: Callable[..., Any]) -> Callable[..., Any]:
@@ -351,10 +359,10 @@ def recorded(function: Callable[..., Any]) -> Callable[..., Any]:
         if not RECORDS or recorder() is not None or _is_watched():
             return function(*arguments)
         tensors: list[torch.Tensor] = []
-        kinds = [signature(argument, tensors) for argument in arguments]
+        kinds = signature(arguments, tensors)
         places = [x.data_ptr() for x in tensors]
         same = map(places.index, places)  # which tensors are in the same place
-        key = wanted, torch.are_deterministic_algorithms_enabled(), tf32_allowed(), *same, *kinds
+        key = wanted, torch.are_deterministic_algorithms_enabled(), tf32_allowed(), *same, kinds
         if key not in recordings:
             _now.recorder = Recorder(tensors)
             try:
