@@ -86,22 +86,29 @@ def forward(module: nn.Module, hidden: torch.Tensor, tables: Any) -> None:
         module(hidden, tables, None)
 
 
-def measure_layers(run: dict[str, Any], settings: dict[str, Any], device: torch.device, repeats: int) -> Rows:
-    """Rows of the layer and of its attention alone: one with slices, one with each kernel of SDPA."""
+def make_layer(
+    length: int, settings: dict[str, Any], dtype: torch.dtype, device: torch.device
+) -> tuple[CSTLayer, torch.Tensor, dict[str, torch.Tensor]]:
+    """A layer with random weights, a text's hidden states `(1, length, width)` and the tables of its positions."""
     torch.manual_seed(0)
-    length, width, heads = run["length"], settings["width"], settings["heads"]
-    dtype = getattr(torch, settings["dtype"])
+    width, heads = settings["width"], settings["heads"]
     config = CSTConfig(
         hidden_size=width, num_attention_heads=heads, intermediate_size=4 * width,
         slice_length=settings["slice_length"], extension_ratio=settings["extension_ratio"],
         max_position_embeddings=length, hidden_dropout_prob=0.0, attention_probs_dropout_prob=0.0,
     )  # fmt: skip
     layer, positions = CSTLayer(config).to(device, dtype), CSTPositions(config).to(device, dtype)
+    hidden = torch.randn(1, length, width).to(device, dtype).requires_grad_()
+    return layer, hidden, {level: table.detach() for level, table in (positions() or {}).items()}
+
+
+def measure_layers(run: dict[str, Any], settings: dict[str, Any], device: torch.device, repeats: int) -> Rows:
+    """Rows of the layer and of its attention alone: one with slices, one with each kernel of SDPA."""
+    length, heads, dtype = run["length"], settings["heads"], getattr(torch, settings["dtype"])
+    layer, hidden, tables = make_layer(length, settings, dtype, device)
     exact = copy.deepcopy(layer)
     exact.attention = ExactAttention(exact.attention)
-    hidden = torch.randn(1, length, width).to(device, dtype).requires_grad_()
-    tables = {level: table.detach() for level, table in (positions() or {}).items()}
-    by_head = torch.empty(1, heads, length, width // heads, device=device, dtype=dtype)
+    by_head = torch.empty(1, heads, length, settings["width"] // heads, device=device, dtype=dtype)
     kernels = exact_contexts(by_head, by_head, by_head)
     pairs: dict[str, tuple[nn.Module, nn.Module]] = {
         "layer": (layer, exact),

@@ -47,14 +47,22 @@ def last_hidden_state(model: PreTrainedModel, tokens: torch.Tensor) -> torch.Ten
     return model(input_ids=tokens).last_hidden_state
 
 
-def measure(case: dict[str, Any], dtype: torch.dtype, device: torch.device, repeats: int) -> Rows:
-    """A row for the exact model and one for every method."""
+def random_models(
+    sizes: dict[str, int], length: int, dtype: torch.dtype, device: torch.device
+) -> dict[str, PreTrainedModel]:
+    """A model of `length` positions with random weights, exact, and by every method."""
     torch.manual_seed(0)
-    config = RobertaConfig(**SHAPES[case["shape"]], vocab_size=TOKENS, max_position_embeddings=case["length"] + 2)
+    config = RobertaConfig(**sizes, vocab_size=TOKENS, max_position_embeddings=length + 2)
     exact = RobertaModel(config, add_pooling_layer=False).to(device, dtype)
     models = {EXACT: exact}
     for name, settings in METHODS.items():
         models[name] = patch_attention(copy.deepcopy(exact), **settings, min_length=0)
+    return models
+
+
+def measure(case: dict[str, Any], dtype: torch.dtype, device: torch.device, repeats: int) -> Rows:
+    """A row for the exact model and one for every method."""
+    models = random_models(SHAPES[case["shape"]], case["length"], dtype, device)
     run = partial(last_hidden_state, tokens=random_tokens(case["length"], device))
     rows = time_models(models, run, device, repeats, trains=True)
     return [case | {"dtype": str(dtype).removeprefix("torch."), "method": name} | row for name, row in rows.items()]
