@@ -128,7 +128,8 @@ def _run(step: Step, kept: KeptRuns, about: dict[str, Any], grace: float) -> str
     watch = threading.Timer(step.seconds + grace, give_up)
     watch.daemon = True
     watch.start()
-    status, error = DONE, None
+    status: str = DONE
+    error: BaseException | None = None
     try:
         within(step.seconds, partial(step.measure, found))
     except OutOfTimeError as over:

@@ -4,8 +4,8 @@ from collections.abc import Callable, Iterable, Iterator
 from typing import Any
 
 from ._budgets import DONE, last_rows
+from ._gpu_kernels import CACHES
 from ._gpu_tables import (
-    CACHES,
     PREDICTED,
     TABLES,
     Row,
@@ -23,6 +23,7 @@ MOST_US = 20.0  # of a launch: beyond it only graphs gain
 FEW_KERNELS = 2  # that hold half of a layer's time are worth mending
 COLD_SHARE = 0.25  # of the kernels' time, from which on cold code explains it
 ERROR_FACTOR, ROUNDING = 1.25, 0.01  # of the kernels' errors beside those in float64
+REHEARSED = "**A rehearsal on a CPU: no number below says anything about a GPU.**"
 SAME = 0.1  # relative difference of times that are called the same
 
 
@@ -37,7 +38,7 @@ def decisions(rows: Iterable[dict[str, Any]]) -> str:
     """
     last = last_rows(rows)
     found = {name: row["found"] for name, row in last.items() if row.get("found")}
-    parts = [steps_table(last)]
+    parts = [REHEARSED] * any(row.get("rehearsal") for row in last.values()) + [steps_table(last)]
     parts += [f"## {name}\n\n{table(found[name])}" for name, table in TABLES.items() if name in found]
     lines = [line for name, decide in DECISIONS.items() if name in found for line in decide(found)]
     parts.append("## Decisions\n\n" + "\n".join(f"- {line}" for line in lines))
@@ -102,7 +103,7 @@ def of_durations(found: Rows) -> Iterator[str]:
         few = holding_half(row["kernels"])
         where = f"{name}, {tokens(length)} tokens"
         verdict = "mend these first" if len(few) <= FEW_KERNELS else "it is spread out, so save launches (lean)"
-        yield f"{where}: {', '.join(few)} hold half of {row['total_us']:.0f} µs: {verdict}."
+        yield f"{where}: half of {row['total_us']:.0f} µs is in {', '.join(few)}: {verdict}."
         if (predicted := PREDICTED.get(name, {}).get(length)) is not None:
             yield f"{where}: {row['span_us'] / predicted:.1f} times what was predicted."
     if not list(by_length(found["durations"])):
@@ -137,7 +138,7 @@ def of_cold_code(found: Rows) -> Iterator[str]:
     for name, length, row in by_length(found["cold code"]):
         share = 1 - row["later_us"] / row["first_us"] if row["first_us"] else 0.0
         verdict = "write less code" if share >= COLD_SHARE else "look for steps that wait for each other instead"
-        yield f"{name}, {tokens(length)} tokens: cold code is {share:.0%} of the kernels' time: {verdict}."
+        yield f"{name}, {tokens(length)} tokens: cold code is at most {share:.0%} of the kernels' time: {verdict}."
 
 
 def of_layers(found: Rows) -> Iterator[str]:

@@ -11,7 +11,6 @@ from statistics import median
 from typing import Any, NamedTuple
 
 import torch
-from torch.autograd import DeviceType
 
 from hf_effattn.measuring.cost import captured, synchronize, without_profiler_notes
 from hf_effattn.ops.shared.triton import launch
@@ -58,7 +57,7 @@ def durations(setup: Setup, found: Found) -> None:
         graph = captured(call) if setup.on_gpu else None
         replays = [device_events(call if graph is None else graph.replay, setup.device) for _ in range(REPLAYS)]
         row = summary(replays, codes[name.split()[0]])
-        found.setdefault(name, {})[str(length)] = {"graph": graph is not None, "launches": len(launched(call))} | row
+        found.setdefault(name, {})[str(length)] = {"graph": graph is not None, "ours": len(launched(call))} | row
 
 
 def each_layer(setup: Setup, found: Found) -> Iterator[tuple[str, int]]:
@@ -82,10 +81,9 @@ def recorded_code() -> dict[str, dict[str, dict[str, Any]]]:
 
 def device_events(call: Call, device: torch.device) -> list[Event]:
     """The kernels of one call in their order; on a CPU the operators that it calls itself."""
-    kind = DeviceType.CUDA if device.type == "cuda" else DeviceType.CPU
     activities = [torch.profiler.ProfilerActivity.CPU]
     if device.type == "cuda":
-        activities = [torch.profiler.ProfilerActivity.CUDA]
+        activities.append(torch.profiler.ProfilerActivity.CUDA)
     synchronize(device)
     with without_profiler_notes(), torch.profiler.profile(activities=activities) as profile:
         call()
@@ -93,20 +91,21 @@ def device_events(call: Call, device: torch.device) -> list[Event]:
     events = [
         Event(event.name, event.time_range.start, event.time_range.end)
         for event in profile.events() or ()
-        if event.device_type == kind and event.cpu_parent is None
+        if event.device_type.name == device.type.upper() and event.cpu_parent is None and not event.is_user_annotation
     ]
     return sorted(events, key=lambda event: event.start)
 
 
 def summary(replays: list[list[Event]], code: dict[str, dict[str, Any]]) -> Found:
-    """Medians over replays: `total_us` of all kernels, `span_us` from the first to the last, and each kernel's.
+    """How many `launches` a replay has, `total_us` of all, `span_us` from the first to the last, and each kernel's.
 
     Args:
         replays (`list`): the events of each.
         code (`dict`): what is known of each kernel's code, put beside its time.
 
     Returns:
-        `dict`: `kernels` are sorted by their time of a replay, the longest first; `absent` where none was seen.
+        `dict`: medians over replays; `kernels` are sorted by their time of a replay, the longest first; `absent` says
+        why where none was seen.
     """
     replays = [events for events in replays if events]
     if not replays:
@@ -126,6 +125,7 @@ def summary(replays: list[list[Event]], code: dict[str, dict[str, Any]]) -> Foun
         for name, taken in times.items()
     ]
     return {
+        "launches": max(map(len, replays)),
         "total_us": round(median(sum(e.end - e.start for e in events) for events in replays), 2),
         "span_us": round(median(max(e.end for e in events) - events[0].start for events in replays), 2),
         "kernels": sorted(kernels, key=lambda row: -float(row["us"])),
@@ -140,11 +140,11 @@ def instead_of_launches(run: Callable[..., Any]) -> Iterator[None]:
     def called(kernel: Any, *args: Any, **named: Any) -> Any:
         return run(original, kernel, *args, **named)
 
-    launch.Kernel.run = called
+    launch.Kernel.run = called  # type: ignore[assignment, method-assign]
     try:
         yield
     finally:
-        launch.Kernel.run = original
+        launch.Kernel.run = original  # type: ignore[method-assign]
 
 
 def launched(call: Call) -> list[str]:
@@ -164,7 +164,7 @@ def cold_code(setup: Setup, found: Found) -> None:
     """Every kernel of a layer launched ten times in a row on copies of what it is given, the first against the others.
 
     The numbers that they read are as cold for each: what the first takes longer is the price of code that no cache
-    holds.
+    holds. In a layer it is that or less, since making the copies empties the L2 cache of code, too.
     """
     for name, length in each_layer(setup, found):
         call = layer(setup, name, length)
@@ -200,26 +200,29 @@ def with_copies(args: tuple[Any, ...], named: dict[str, Any]) -> tuple[tuple[Any
         if storage.data_ptr() not in memory:
             memory[storage.data_ptr()] = storage.clone()
         empty = torch.empty(0, dtype=x.dtype, device=x.device)
-        return empty.set_(memory[storage.data_ptr()], x.storage_offset(), x.shape, x.stride())  # type: ignore[call-overload]
+        return empty.set_(memory[storage.data_ptr()], x.storage_offset(), x.shape, x.stride())
 
     return tuple(map(copy, args)), {name: copy(x) for name, x in named.items()}
 
 
 def first_and_later(events: list[Event], names: set[str]) -> Found:
-    """Microseconds of the first launch in a row and the median of the later ones, by kernel, summed over a layer."""
+    """Microseconds of the first launch in a row and the median of the later ones, by kernel and of a layer in all."""
     times: dict[str, list[float]] = defaultdict(list)
     for event in events:
         if event.name in names:
             times[event.name].append(event.end - event.start)
-    each = RELAUNCHES + 1
-    kernels = []
+    each, kernels = RELAUNCHES + 1, []
     for name, taken in times.items():
-        rows = [taken[begin : begin + each] for begin in range(0, len(taken), each)]
-        first, later = sum(row[0] for row in rows), sum(median(row[1:RELAUNCHES]) for row in rows if len(row) == each)
-        kernels.append({"kernel": name, "calls": len(rows), "first_us": round(first, 2), "later_us": round(later, 2)})
-    kernels.sort(key=lambda row: -(float(row["first_us"]) - float(row["later_us"])))
-    return {name: round(sum(float(row[name]) for row in kernels), 2) for name in ("first_us", "later_us")} | {
-        "kernels": kernels
+        in_rows = [taken[begin : begin + each] for begin in range(0, len(taken) - each + 1, each)]
+        first, later = sum(row[0] for row in in_rows), sum(median(row[1:]) for row in in_rows)
+        kernels.append((first - later, name, first, later, len(in_rows)))
+    return {
+        "first_us": round(sum(first for _, _, first, _, _ in kernels), 2),
+        "later_us": round(sum(later for _, _, _, later, _ in kernels), 2),
+        "kernels": [
+            {"kernel": name, "calls": calls, "first_us": round(first, 2), "later_us": round(later, 2)}
+            for _, name, first, later, calls in sorted(kernels, reverse=True)
+        ],
     }
 
 

@@ -13,7 +13,7 @@ from hf_effattn.measuring.exact_kernels import exact_kernels
 from hf_effattn.ops import causal_clustered_attention
 from hf_effattn.patching.methods import Method, make_method
 
-from ._budgets import FAILED, Found
+from ._budgets import DONE, FAILED, Found
 from ._timing import forward as forward_model
 from .attention import METHODS
 from .cst import ExactAttention, make_layer
@@ -164,8 +164,9 @@ def layer(setup: Setup, name: str, length: int) -> Call | None:
 
 def runs(setup: Setup, name: str) -> bool:
     """Whether a layer ran in the process that compiled its kernels, or was not tried there."""
-    tried = setup.results.get(COMPILE, {}).get("tasks", {})
-    return tried.get(name, {}).get("status") != FAILED
+    tried = {task: row["status"] for task, row in setup.results.get(COMPILE, {}).get("tasks", {}).items()}
+    # Where none ran, the GPU takes no second process, which says nothing of the layers.
+    return tried.get(name) != FAILED or DONE not in tried.values()
 
 
 def crossover_inputs(setup: Setup, length: int) -> Inputs:
@@ -183,7 +184,7 @@ def warm_ups(setup: Setup) -> dict[str, Call]:
     """Calls that compile all kernels of the later steps, each for a process of its own."""
 
     def layers(name: str) -> None:
-        for length in setup.kernel_lengths:
+        for length in sorted({setup.checked_length, *setup.kernel_lengths, *setup.lengths}):
             if (call := layer(setup, name, length)) is not None:
                 call()
 

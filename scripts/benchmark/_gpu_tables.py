@@ -75,14 +75,10 @@ def recorded(name: str, length: str) -> float | None:
 
 def exact(step: Row) -> str:
     """SDPA's kernels by length."""
-    lengths = step.get("sdpa", {})
+    lengths, fields = step.get("sdpa", {}), ("ms", "graph_ms")
     kernels = dict.fromkeys(name for rows in lengths.values() for name in rows)
     cells = [
-        [name]
-        + [
-            f"{number(rows.get(name), 'ms', '.3f')} / {number(rows.get(name), 'graph_ms', '.3f')}"
-            for rows in lengths.values()
-        ]
+        [name, *(" / ".join(number(rows.get(name), field, ".3f") for field in fields) for rows in lengths.values())]
         for name in kernels
     ]
     return markdown(["ms / in a graph", *map(tokens, lengths)], cells)
@@ -104,17 +100,29 @@ def launches(step: Row) -> str:
 
 def durations(step: Row) -> str:
     """Layers with their longest kernels."""
-    header = ["layer", "tokens", "launches", "µs of kernels", "with gaps", "predicted", "before", "graph", "longest"]
+    header = [
+        "layer",
+        "tokens",
+        "launches",
+        "ours",
+        "µs of kernels",
+        "with gaps",
+        "predicted",
+        "before",
+        "graph",
+        "longest",
+    ]
     cells = []
     for name, length, row in by_length(step):
         before = recorded(name, length)
         longest = "; ".join(map(described, row["kernels"][:SHOWN_KERNELS]))
         cells.append([
-            name, tokens(length), str(row["launches"]), f"{row['total_us']:.0f}", f"{row['span_us']:.0f}",
+            name, tokens(length), str(row["launches"]), str(row["ours"]),
+            f"{row['total_us']:.0f}", f"{row['span_us']:.0f}",
             str(PREDICTED.get(name, {}).get(length, "")), "" if before is None else f"{1e3 * before:.0f}",
             "yes" if row["graph"] else "no", longest,
         ])  # fmt: skip
-    return markdown(header, cells, right=range(1, 7))
+    return markdown(header, cells, right=range(1, 8))
 
 
 def described(kernel: Row) -> str:
@@ -146,11 +154,8 @@ def cold_code(step: Row) -> str:
 
 def timed(row: Row) -> list[str]:
     """Cells of a call that was timed in three ways."""
-    return [
-        number(row, f"{way}_{field}", form, unit)
-        for field, form, unit in (("ms", ".3f", ""), ("speedup", ".2f", "×"))
-        for way in WAYS
-    ]
+    times = [number(row, f"{way}_ms", ".3f") for way in WAYS]
+    return times + [number(row, f"{way}_speedup", ".2f", "×") for way in WAYS]
 
 
 TIMED = [*(f"ms, {way}" for way in WAYS), *(f"speed, {way}" for way in WAYS)]

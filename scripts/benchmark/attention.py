@@ -23,7 +23,6 @@ import torch
 import typer
 
 from hf_effattn.measuring.bench import exact_output, forward, measure_shape, random_inputs
-from hf_effattn.measuring.cost import without_profiler_notes
 from hf_effattn.measuring.errors import relative_error
 from hf_effattn.patching.methods import Method, make_method
 from hf_effattn.settings_parsing import method_of
@@ -50,7 +49,6 @@ METHODS: dict[str, Method] = {
 DEFAULT_LENGTHS = {"cpu": "512,1024,2048,4096,8192,16384", "cuda": "512,1024,2048,4096,8192,16384,32768,65536,131072"}
 DEFAULT_HEADS = {"cpu": 12, "cuda": 16}
 LONGEST_REAL = {"cpu": 16384, "cuda": 65536}
-STEPS_KEPT = 8
 LONG = 16384  # from here on, on a CPU, a third of the rounds has to do for forward and backward pass
 
 
@@ -60,23 +58,6 @@ def attention_error(
     """Relative L2 error of the attention output, the mean over the inputs; None without any."""
     errors = [relative_error(exact, forward(attend, inputs)) for inputs, exact in zip(seen, expected, strict=True)]
     return sum(errors) / len(errors) if errors else None
-
-
-def steps(call: Callable[[], Any], device: torch.device) -> list[dict[str, Any]]:
-    """Where one call spends its time: kernels on a GPU, PyTorch's operators on a CPU, the dearest first."""
-    activities = [torch.profiler.ProfilerActivity.CPU]
-    if device.type == "cuda":
-        activities.append(torch.profiler.ProfilerActivity.CUDA)
-    with without_profiler_notes(), torch.profiler.profile(activities=activities) as profile:
-        call()
-    on_gpu = device.type == "cuda"
-    spent = {
-        event.key: ((event.self_device_time_total if on_gpu else event.self_cpu_time_total) / 1e3, event.count)
-        for event in profile.key_averages()
-    }
-    total = sum(ms for ms, _ in spent.values()) or 1.0
-    dearest = sorted(spent.items(), key=lambda item: -item[1][0])[:STEPS_KEPT]
-    return [{"step": name, "ms": ms, "share": ms / total, "calls": count} for name, (ms, count) in dearest if ms]
 
 
 def measure(shape: dict[str, Any], heads: int, head_dim: int, device: torch.device, repeats: int) -> Rows:
@@ -95,7 +76,6 @@ def measure(shape: dict[str, Any], heads: int, head_dim: int, device: torch.devi
     for row in rows:
         name, ran = str(row["method"]), "forward_ms" in row
         row |= {field: attention_error(calls[name], *of) if ran else None for field, of in expected.items()}
-        row["forward_steps"] = steps(partial(forward, calls[name], inputs), device) if ran else []
     return rows
 
 

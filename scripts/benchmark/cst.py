@@ -88,7 +88,7 @@ def forward(module: nn.Module, hidden: torch.Tensor, tables: Any) -> None:
 
 def make_layer(
     length: int, settings: dict[str, Any], dtype: torch.dtype, device: torch.device
-) -> tuple[CSTLayer, torch.Tensor, dict[str, torch.Tensor]]:
+) -> tuple[Any, torch.Tensor, dict[str, torch.Tensor]]:
     """A layer with random weights, a text's hidden states `(1, length, width)` and the tables of its positions."""
     torch.manual_seed(0)
     width, heads = settings["width"], settings["heads"]

@@ -18,7 +18,16 @@ GPU_PARTS := test-gpu gpu-attention gpu-attention-batch gpu-cst gpu-clusterforme
 	gpu-crossover gpu-crossover-causal gpu-clusterformer-paper gpu-windows gpu-exact-models gpu-sinks
 # The scripts import the package, which is not installed there. Interrupted, pytest still says what failed.
 ON_GPU = PYTHONPATH="$(CURDIR):$$PYTHONPATH" timeout --signal=INT --kill-after=15 $(GPU_SECONDS) $(PYTHON)
-.PHONY: $(GPU_PARTS)
+.PHONY: $(GPU_PARTS) gpu-first
+
+# The first look, in at most seven minutes: what to do next, as JSON and in words. A process that a kernel brought down
+# is followed by another, which goes on behind that step. Run again, it measures what is missing.
+gpu-first: GPU_SECONDS = 420
+gpu-first:
+	end=$$(($$(date +%s) + 395)); for process in 1 2 3; do \
+		$(ON_GPU) -m scripts.benchmark.gpu_first --seconds $$((end - $$(date +%s))) --output $(GPU_RESULTS)/first.json; \
+		status=$$?; test $$status -eq 75 || test $$status -gt 128 || exit $$status; \
+	done; exit $$status
 
 gpu:
 	$(MAKE) --keep-going --jobs=1 $(GPU_PARTS)

@@ -50,7 +50,6 @@ def test_benchmark_attention(real_model_folder, tmp_path):
     for row in rows:
         assert 0 <= row["real_error"] < (2e-3 if row["exact"] else 1), row
         assert row["forward_backward_peak_bytes"] > 0
-        assert 0 < sum(step["share"] for step in row["forward_steps"]) <= 1.0001
         if row["method"] == row["forward_fastest_exact"]:
             assert row["forward_speedup"] == 1.0
     assert "flash-attn" in rows[0]["refused"]
