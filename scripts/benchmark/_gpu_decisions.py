@@ -81,10 +81,9 @@ def of_launches(found: Rows) -> Iterator[str]:
     if "compiled.run" in ways:
         raw = ways["compiled.run"]["host_us"]
         yield f"Triton's launcher alone takes {raw:.1f} µs, so Python around it can save {us - raw:.1f} at most."
-    if "torch's static launcher" in ways:
-        static = ways["torch's static launcher"]["host_us"]
-        verdict = "use it" if static < us / 2 else "it saves too little"
-        yield f"Torch's static launcher takes {static:.1f} µs: {verdict}."
+    for way, row in found.get("static launcher", {}).get("45 arguments", {}).get("ways", {}).items():
+        verdict = "use it" if row["host_us"] < us / 2 else "it saves too little"
+        yield f"Launched by {way} it takes {row['host_us']:.1f} µs: {verdict}."
     exact, counts = fastest_exact(found.get("exact", {})), dict[str, int]()
     for name, _, row in by_length(found.get("durations", {})):
         counts[name] = max(row["launches"], counts.get(name, 0))

@@ -251,7 +251,7 @@ def counters(setup: Setup, found: Found) -> None:
             command = [
                 tool, "--csv", "--clock-control", "none", "--cache-control", emptied, "--kernel-name",
                 f"regex:^({'|'.join(kernels)})$", "--launch-count", str(4 * WORST), "--metrics", ",".join(metrics),
-                *COMMAND, "--warm-up", ",".join(layers),
+                *COMMAND, "--warm-up", ",".join(layers), "--length", length,
             ]  # fmt: skip
             _, output = printed(command)
             rows = counted(output)

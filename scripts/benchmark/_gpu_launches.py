@@ -3,7 +3,7 @@
 import inspect
 import tempfile
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from importlib import import_module
 from statistics import median
 from typing import Any, NamedTuple
@@ -21,6 +21,7 @@ from ._budgets import Found
 from ._gpu_layers import Call, Setup
 
 BATCHES = 5
+STATIC = "torch's static launcher"
 GRAPHED = 100  # launches in a graph
 # Modules of torch that launch from C, in the order of its versions: the newest first.
 STATIC_LAUNCHERS = ("static_triton_launcher", "static_cuda_launcher")
@@ -44,7 +45,7 @@ EMPTY_OP = register_op("benchmark_nothing", Nothing, _nothing, fake=_nothing)
 
 
 def launches(setup: Setup, found: Found) -> None:
-    """Microseconds of every way to launch an empty kernel, of a graph of them, and of the other work of a host."""
+    """Microseconds of the ways to launch an empty kernel, of one in a CUDA graph, and of a host's other work."""
     tensor = torch.empty(16, device=setup.device)
     others: dict[str, Call] = {
         "torch.empty": lambda: torch.empty(16, device=setup.device),
@@ -54,17 +55,26 @@ def launches(setup: Setup, found: Found) -> None:
     }
     found["others"] = {name: microseconds(call, setup) for name, call in others.items()}
     for name, function in KERNELS.items():
-        times: Found = {}
-        found[name] = {"ways": times, "absent": {}}
-        for way, make in ways_to_launch(function, setup).items():
-            try:
-                call = make()
-                times[way] = microseconds(call, setup)
-            except Exception as error:  # the versions of torch and Triton differ in what they have
-                found[name]["absent"][way] = f"{type(error).__name__}: {error}".splitlines()[0]
-                continue
-            if way == "Kernel.run" and setup.on_gpu:
-                times["CUDA graph"] = in_a_graph(call, setup)
+        ways = ways_to_launch(function, setup)
+        time_ways({way: make for way, make in ways.items() if way != STATIC}, setup, found.setdefault(name, {}))
+        if setup.on_gpu:
+            found[name]["ways"]["CUDA graph"] = in_a_graph(ways["Kernel.run"](), setup)
+
+
+def static_launcher(setup: Setup, found: Found) -> None:
+    """The same of torch's launcher in C: a step of its own, since arguments that it misreads would end the process."""
+    for name, function in KERNELS.items():
+        time_ways({STATIC: ways_to_launch(function, setup)[STATIC]}, setup, found.setdefault(name, {}))
+
+
+def time_ways(ways: Mapping[str, Callable[[], Call]], setup: Setup, found: Found) -> None:
+    """Microseconds of `ways`, and why the others are `absent`: the versions of torch and Triton differ."""
+    found |= {"ways": {}, "absent": {}}
+    for way, make in ways.items():
+        try:
+            found["ways"][way] = microseconds(make(), setup)
+        except Exception as error:
+            found["absent"][way] = f"{type(error).__name__}: {error}".splitlines()[0]
 
 
 def microseconds(call: Call, setup: Setup, count: int | None = None) -> dict[str, float]:
@@ -129,7 +139,7 @@ def ways_to_launch(function: Callable[..., None], setup: Setup) -> dict[str, Cal
         "Kernel.run": lambda: lambda: ours[(1,)](*arguments, **constants),
         "compiled[grid]": by_compiled_kernel,
         "compiled.run": by_launcher,
-        "torch's static launcher": by_static_launcher,
+        STATIC: by_static_launcher,
     }
 
 

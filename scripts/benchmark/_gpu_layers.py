@@ -1,7 +1,7 @@
 """What the first look at a GPU measures: its sizes, and the layers, each with the exact attention it is to beat."""
 
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import partial
 from typing import Any
 
@@ -180,6 +180,11 @@ def default_methods(length: int) -> dict[str, Method]:
     return {name: method for name, method in methods.items() if approximates(method, length)}
 
 
+def of_one_length(setup: Setup, length: int) -> Setup:
+    """The same with layers of one length."""
+    return replace(setup, checked_length=length, kernel_lengths=(length,), lengths=(length,))
+
+
 def warm_ups(setup: Setup) -> dict[str, Call]:
     """Calls that compile all kernels of the later steps, each for a process of its own."""
 
@@ -201,4 +206,9 @@ def warm_ups(setup: Setup) -> dict[str, Call]:
 
     calls: dict[str, Call] = {name: partial(layers, name) for name in FAMILY_OF}
     calls |= {MODELS: models}
-    return calls | {f"default {name}": partial(defaults, name) for name in DEFAULTS}
+    return calls | {default_task(name): partial(defaults, name) for name in DEFAULTS}
+
+
+def default_task(name: str) -> str:
+    """What compiles the kernels of a method with its default settings."""
+    return f"default {name}"

@@ -8,7 +8,7 @@ import sys
 import tempfile
 import time
 from collections.abc import Iterator, Mapping, Sequence
-from contextlib import ExitStack, contextmanager, suppress
+from contextlib import ExitStack, contextmanager
 from pathlib import Path
 
 from ._budgets import DONE, FAILED, OVERRAN, Found
@@ -16,25 +16,24 @@ from ._gpu_layers import Setup, warm_ups
 
 ROOT = Path(__file__).parents[2]
 COMMAND = (sys.executable, "-m", "scripts.benchmark.gpu_first")
+PYTEST = (sys.executable, "-m", "pytest", "-m", "")
 POLL_SECONDS = 0.1
 # They failed when tests/gpu last ran: sixteen warps asked for more registers than there are, and a later token changed
 # earlier outputs by rounding. Both have been mended since.
 REAL_SIZES = "tests/gpu/test_real_sizes.py::"
-NOT_YET_PASSED = (
-    *(
-        f"{REAL_SIZES}test_values_and_gradients[torch.bfloat16-{op}, many clusters]"
-        for op in ("improved_clustered", "bi_clustered")
-    ),
-    *(
-        f"{REAL_SIZES}test_no_output_depends_on_a_later_token_but_for_rounding[causal {method}]"
-        for method in ("clustered", "i-clustered", "bi-clustered")
-    ),
+WITH_KERNELS = tuple(
+    f"{REAL_SIZES}test_values_and_gradients[torch.bfloat16-{op}, many clusters]"
+    for op in ("improved_clustered", "bi_clustered")
+)
+NOT_YET_PASSED = WITH_KERNELS + tuple(
+    f"{REAL_SIZES}test_no_output_depends_on_a_later_token_but_for_rounding[causal {method}]"
+    for method in ("clustered", "i-clustered", "bi-clustered")
 )
 
 
 @contextmanager
 def started(command: Sequence[str]) -> Iterator[tuple[subprocess.Popen[bytes], Path]]:
-    """A process in a group of its own, all of which is killed at the end, and the file of what it prints."""
+    """A process in a group of its own, which is killed at the end if it still runs, and the file of what it prints."""
     with tempfile.TemporaryDirectory() as folder:
         output = Path(folder, "output")
         with output.open("wb") as file:
@@ -42,9 +41,9 @@ def started(command: Sequence[str]) -> Iterator[tuple[subprocess.Popen[bytes], P
         try:
             yield process, output
         finally:
-            with suppress(ProcessLookupError):
+            if process.returncode is None:
                 os.killpg(process.pid, signal.SIGKILL)
-            process.wait()
+                process.wait()
 
 
 def printed(command: Sequence[str]) -> tuple[int, str]:
@@ -77,17 +76,19 @@ def side_by_side(commands: Mapping[str, Sequence[str]], found: Found) -> None:
 
 
 def compile_kernels(setup: Setup, found: Found) -> None:
-    """Fill Triton's cache with the kernels of all later steps, outside of what is timed."""
+    """Fill Triton's cache with the kernels of all later steps, those of the tests too, outside of what is timed."""
     if not setup.on_gpu:
         found["absent"] = "without a GPU nothing is compiled"
         return
-    side_by_side({name: [*COMMAND, "--warm-up", name] for name in warm_ups(setup)}, found.setdefault("tasks", {}))
+    commands = {name: [*COMMAND, "--warm-up", name] for name in warm_ups(setup)}
+    commands |= {test: [*PYTEST, test] for test in WITH_KERNELS}
+    side_by_side(commands, found.setdefault("tasks", {}))
 
 
 def tests(setup: Setup, found: Found) -> None:
     """Those of tests/gpu that have not passed on a GPU yet; without one, whether there are such tests."""
-    options = ("-m", "", "-v", "--tb=line") if setup.on_gpu else ("-m", "", "-q", "--collect-only")
-    with started([sys.executable, "-m", "pytest", *options, *NOT_YET_PASSED]) as (process, output):
+    options = ("-v", "--tb=line") if setup.on_gpu else ("-q", "--collect-only")
+    with started([*PYTEST, *options, *NOT_YET_PASSED]) as (process, output):
         try:
             found["exit"] = process.wait()
         finally:  # also when the time is over

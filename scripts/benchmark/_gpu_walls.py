@@ -31,6 +31,7 @@ from ._gpu_layers import (
     approximates,
     crossover_inputs,
     default_methods,
+    default_task,
     on_inputs,
     runs,
 )
@@ -70,7 +71,7 @@ def nvidia_smi() -> dict[str, str] | str:
     if tool is None:
         return "absent"
     command = [tool, f"--query-gpu={NVIDIA_SMI}", "--format=csv,noheader"]
-    done = subprocess.run(command, capture_output=True, text=True, timeout=10)
+    done = subprocess.run(command, capture_output=True, text=True, timeout=5)
     values = done.stdout.strip().splitlines()[:1]
     return dict(zip(NVIDIA_SMI.split(","), values[0].split(", "), strict=False)) if values else done.stderr.strip()
 
@@ -196,6 +197,7 @@ def models(setup: Setup, found: Found) -> None:
     """A random BERT, exact and patched: milliseconds of a forward pass, and how far the last hidden state moves."""
     for length in setup.lengths:
         built = random_models(setup.model, length, setup.dtype, setup.device)
+        built = {name: model for name, model in built.items() if runs(setup, name)}
         run = partial(last_hidden_state, tokens=random_tokens(length, setup.device))
         rows = time_models(built, run, setup.device, setup.repeats, trains=False)
         expected = forward_model(built[EXACT], run)
@@ -237,7 +239,8 @@ def crossovers(setup: Setup, found: Found) -> None:
     for length in setup.crossover_lengths:
         inputs = crossover_inputs(setup, length)
         kernels, _ = exact_kernels(*inputs)
-        attends: dict[str, Any] = kernels | {name: m.run for name, m in default_methods(length).items()}
+        methods = {name: m.run for name, m in default_methods(length).items() if runs(setup, default_task(name))}
+        attends: dict[str, Any] = kernels | methods
         rows = time_calls(on_inputs(attends, inputs), kernels, setup.device, setup.repeats)
         found.setdefault("lengths", {})[str(length)] = rows
         for name in attends:

@@ -7,7 +7,7 @@ What the file has from this machine and code is not measured again. At the end i
     python -m scripts.benchmark.gpu_first                         # writes scripts/results/gpu/first.json
     python -m scripts.benchmark.gpu_first --read first.json       # prints what follows from it, and measures nothing
     python -m scripts.benchmark.gpu_first --steps durations,layers --again    # measures these two anew
-    python -m scripts.benchmark.gpu_first --rehearse --output rehearsal.json  # all of it, tiny, without a GPU
+    python -m scripts.benchmark.gpu_first --rehearse              # all of it, tiny, without a GPU
 """
 
 import hashlib
@@ -30,8 +30,8 @@ from ..shared.runs import RESULTS, KeptRuns
 from ._budgets import RESTART, DeviceLostError, Found, Step, last_rows, run_steps
 from ._gpu_decisions import decisions
 from ._gpu_kernels import cold_code, counters, durations
-from ._gpu_launches import launches
-from ._gpu_layers import COMPILE, DURATIONS, Setup, rehearsal, warm_ups
+from ._gpu_launches import launches, static_launcher
+from ._gpu_layers import COMPILE, DURATIONS, Setup, of_one_length, rehearsal, warm_ups
 from ._gpu_processes import ROOT, compile_kernels, tests
 from ._gpu_walls import causal, crossovers, exact, layers, machine, models
 
@@ -40,9 +40,10 @@ STEPS: dict[str, tuple[float, Callable[[Setup, Found], None]]] = {
     "machine": (10, machine),
     "exact": (20, exact),
     "launches": (15, launches),
+    "static launcher": (5, static_launcher),
     COMPILE: (70, compile_kernels),
     DURATIONS: (40, durations),
-    "counters": (45, counters),
+    "counters": (40, counters),
     "cold code": (25, cold_code),
     "layers": (45, layers),
     "models": (30, models),
@@ -51,6 +52,7 @@ STEPS: dict[str, tuple[float, Callable[[Setup, Found], None]]] = {
     "crossovers": (20, crossovers),
 }
 SECONDS = 395.0
+REHEARSED = ROOT / ".cache" / "gpu-first-rehearsal.json"
 # Code that the numbers depend on, and what only reads them.
 MEASURED = ("hf_effattn/**/*.py", "scripts/benchmark/*.py", "tests/gpu/*.py")
 ONLY_READ = ("_gpu_decisions.py", "_gpu_tables.py")
@@ -99,12 +101,13 @@ def launch_into_nothing() -> None:
 
 
 def main(
-    output: Path = RESULTS / "gpu" / "first.json",
+    output: Annotated[Path | None, typer.Option(help="Default: scripts/results/gpu/first.json.")] = None,
     seconds: Annotated[float, typer.Option(help="Of all steps; one that would end later is left out.")] = SECONDS,
     steps: Annotated[str | None, typer.Option(help=f"Comma-separated: {', '.join(STEPS)}. Default: all.")] = None,
     again: Annotated[bool, typer.Option(help="Measure what the file has, too.")] = False,
     read: Annotated[Path | None, typer.Option(help="Print what follows from this file, and measure nothing.")] = None,
     warm_up: Annotated[str | None, typer.Option(help="Only compile the kernels of these layers.")] = None,
+    length: Annotated[int | None, typer.Option(help="Of the layers of --warm-up: only so many tokens.")] = None,
     rehearse: Annotated[bool, typer.Option(help="Tiny sizes on the CPU, and no launch reaches a GPU.")] = False,
 ) -> None:
     """Measure what is missing, keep it as JSON after every step, and print what follows from it."""
@@ -116,11 +119,12 @@ def main(
         raise typer.BadParameter("there is no GPU that torch can use; --rehearse runs without one")
     setup = rehearsal() if rehearse else Setup(torch.device("cuda", torch.cuda.current_device()))
     if warm_up is not None:
-        calls = warm_ups(setup)
+        calls = warm_ups(setup if length is None else of_one_length(setup, length))
         check_names("layers", warm_up.split(","), calls)
         for name in warm_up.split(","):
             calls[name]()
         return
+    output = output or (REHEARSED if rehearse else RESULTS / "gpu" / "first.json")
     if rehearse and os.environ.get("TRITON_INTERPRET") != "1":
         launch_into_nothing()
     check_names("steps", (steps or "").split(",") if steps else (), STEPS)
