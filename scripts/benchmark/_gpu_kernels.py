@@ -13,7 +13,7 @@ from typing import Any, NamedTuple
 import torch
 
 from hf_effattn.measuring.cost import captured, synchronize, without_profiler_notes
-from hf_effattn.ops.shared.triton import launch
+from hf_effattn.ops.shared.triton import launch, recorded
 
 from ._budgets import Found
 from ._gpu_layers import DURATIONS, FAMILY_OF, Call, Setup, layer, runs
@@ -134,17 +134,22 @@ def summary(replays: list[list[Event]], code: dict[str, dict[str, Any]]) -> Foun
 
 @contextmanager
 def instead_of_launches(run: Callable[..., Any]) -> Iterator[None]:
-    """`run` is called in place of `Kernel.run`, with that first, then the kernel and what it is launched with."""
-    original = launch.Kernel.run
+    """`run` is called in place of `Kernel.run`, with that first, then the kernel and what it is launched with.
+
+    Nothing is replayed meanwhile, since replays pass by kernels.
+    """
+    original, records = launch.Kernel.run, recorded.RECORDS
 
     def called(kernel: Any, *args: Any, **named: Any) -> Any:
         return run(original, kernel, *args, **named)
 
     launch.Kernel.run = called  # type: ignore[assignment, method-assign]
+    recorded.RECORDS = False
     try:
         yield
     finally:
         launch.Kernel.run = original  # type: ignore[method-assign]
+        recorded.RECORDS = records
 
 
 def launched(call: Call) -> list[str]:

@@ -143,7 +143,7 @@ def test_a_rehearsal_goes_through_the_steps_and_on_where_it_stopped(tmp_path, ca
     assert [row["step"] for row in rows if row["status"] == "begun"] == chosen
     found = {row["step"]: row["found"] for row in rows if row["status"] == "done"}
     assert list(found) == chosen
-    assert found["launches"]["45 arguments"]["ways"]["Kernel.run"]["host_us"] > 0
+    assert found["launches"]["45 arguments"]["ways"]["replayed"]["host_us"] > 0
     assert "interpreter" in found["launches"]["45 arguments"]["absent"]["compiled.run"]
     for name in ENCODER:
         assert found["durations"][name]["256"]["total_us"] > 0
@@ -178,7 +178,7 @@ def test_the_whole_command_without_a_gpu(tmp_path):
     rows = last_rows(json.loads(output.read_text())["rows"])
     assert {name: row["status"] for name, row in rows.items()} == dict.fromkeys(gpu_first.STEPS, "done")
     for row in (rows["launches"]["found"][f"{count} arguments"] for count in (5, 45)):
-        assert list(row["ways"]) == ["kernel[grid]", "Kernel.run", "compiled[grid]", "compiled.run"]
+        assert list(row["ways"]) == ["kernel[grid]", "replayed", "compiled[grid]", "compiled.run"]
         assert not row["absent"]
     assert list(rows["static launcher"]["found"]["45 arguments"]["absent"]) == ["torch's static launcher"]
     assert rows["tests"]["found"]["exit"] == 0
@@ -309,7 +309,7 @@ BI = ENCODER[1]
 def measured(us):
     """A file's rows where a launch takes so many microseconds of the host."""
     kernels = [{"kernel": f"_k{number}", "us": us, "calls": 1} for number, us in enumerate((500, 300, 200))]
-    ways = {"Kernel.run": {"host_us": us}, "compiled.run": {"host_us": us / 4}}
+    ways = {"replayed": {"host_us": us}, "compiled.run": {"host_us": us / 4}}
     spread = [{"kernel": f"_k{number}", "us": 10, "calls": 1} for number in range(10)]
     sdpa = {"ms": 2.4, "graph_ms": 2.25}
     duration = {"launches": 24, "ours": 14, "graph": True, "total_us": 1000, "span_us": 1084}
