@@ -17,6 +17,7 @@ from accelerate.hooks import ModelHook, add_hook_to_module
 from packaging.version import parse
 from torch import nn
 from torch.nn.attention import SDPBackend, sdpa_kernel
+from torch.utils.flop_counter import FlopCounterMode
 from transformers import AttentionInterface, AttentionMaskInterface, AutoConfig, AutoModel
 from transformers.cache_utils import DynamicCache, StaticCache
 from transformers.masking_utils import (
@@ -288,6 +289,22 @@ def test_tensors_within_vmap_do_not_say_that_they_learn() -> None:
 
     torch.vmap(read)(torch.ones(2, requires_grad=True))
     assert told == [(True, True)]
+
+
+def test_transforms_and_modes_are_seen() -> None:
+    """`torch._C._functorch`, `torch._C._len_torch_dispatch_stack`. Private; `is_plain` and `is_watched` ask them."""
+    told: list[tuple[bool, int]] = []
+
+    def read(x: torch.Tensor) -> torch.Tensor:
+        told.append((torch._C._functorch.is_functorch_wrapped_tensor(x), torch._C._len_torch_dispatch_stack()))
+        return x.sum()
+
+    read(torch.ones(2))
+    torch.func.grad(read)(torch.ones(2))
+    torch.vmap(read)(torch.ones(2, 2))
+    with FlopCounterMode(display=False):
+        read(torch.ones(2))
+    assert told == [(False, 0), (True, 0), (True, 0), (False, 1)]
 
 
 def test_the_compiler_tells_an_export_from_a_compilation() -> None:

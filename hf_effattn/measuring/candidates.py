@@ -102,17 +102,22 @@ def make_candidates(
     for method in methods:
         by_kind, layers = _settings(method, kinds)
         candidate = Candidate(name_settings(next(iter(by_kind.values())), layers), by_kind, layers)
-        if any((candidate.forced, layers) == (other.forced, other.layers) for other in candidates):
+        if any(_computes(candidate) == _computes(other) for other in candidates):
             raise ValueError(f"methods holds {candidate.label} twice; give each setting once")
         candidates.append(candidate)
     return candidates
 
 
+def _computes(candidate: Candidate) -> tuple[Method, tuple[int, ...] | None]:
+    """What tells candidates apart; their names do not say whether CUDA graphs replay them."""
+    return replace(candidate.forced, cuda_graph="never"), candidate.layers
+
+
 def name_settings(settings: Method, layers: Sequence[int] | None = None) -> str:
     """The settings as a command line takes them, such as `bi-clustered clusters=32 topk=64 key_clusters=32`.
 
-    Shown are the counts and every other setting that is not the default, without `min_length`. The heads of
-    `"per-head"` are too many to type: of them only their number of candidates and the error allowed.
+    Shown are the counts and every other setting that is not the default, without `min_length` and `cuda_graph`.
+    The heads of `"per-head"` are too many to type: of them only their number of candidates and the error allowed.
     """
     defaults = type(settings)()
     shown = {

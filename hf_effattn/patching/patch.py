@@ -52,10 +52,10 @@ def patch_attention(
             `hf_effattn.calibrate` returned, the file or folder that it was saved to, or a repository on the Hub with
             it (`effattn.json`, or else `config.json` of a patched model). They serve every fine-tune of the model.
         overrides: the method's settings, such as `clusters`, `topk`, `clustering`, `iterations`, `seed`, `min_length`
-            (0 forces the method at every length), `tolerance` (the error allowed, checked in every pass); in decoders
-            `exact_keys`, `key_clusters`, `segment_length`, `window`; for `"cst"` `slice_length`, `extension_ratio`,
-            `composition`. They win over those of `settings`. Of a model with encoders and decoders those parts are
-            patched that have all of them.
+            (0 forces the method at every length), `tolerance` (the error allowed, checked in every pass), `cuda_graph`
+            (`"auto"`: replay it as CUDA graphs); in decoders `exact_keys`, `key_clusters`, `segment_length`, `window`;
+            for `"cst"` `slice_length`, `extension_ratio`, `composition`. They win over those of `settings`. Of a model
+            with encoders and decoders those parts are patched that have all of them.
 
     Returns:
         The same `model`.

@@ -28,6 +28,17 @@ def is_followed_by_func(tensor: torch.Tensor) -> bool:
     return bool(torch._C._functorch.is_gradtrackingtensor(tensor) and tensor.requires_grad)
 
 
+def is_plain(tensor: torch.Tensor) -> bool:
+    """Whether a tensor is of no subclass and not within `torch.func`: `torch._C._functorch`, 2.6 to 2.13."""
+    is_wrapped = torch._C._functorch.is_functorch_wrapped_tensor
+    return type(tensor) in (torch.Tensor, torch.nn.Parameter) and not is_wrapped(tensor)
+
+
+def is_watched() -> bool:
+    """Whether a mode sees each operator, as counters do: `torch._C._len_torch_dispatch_stack`, 2.6 to 2.13."""
+    return torch._C._len_torch_dispatch_stack() > 0
+
+
 def softmax_backward(grad: torch.Tensor, softmax: torch.Tensor, dim: int) -> torch.Tensor:
     """The gradient of the scores of a softmax, in one pass: `torch._softmax_backward_data`, 2.6 to 2.13."""
     return torch._softmax_backward_data(grad, softmax, dim, softmax.dtype)

@@ -10,7 +10,7 @@ trained parameters `from_checkpoint`, `lost_by`, `plan_extension`. The rest of p
 
 import operator
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Hashable, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, fields, replace
 from difflib import get_close_matches
@@ -22,7 +22,8 @@ import torch
 from torch import nn
 
 from ...ops.derivatives import check_no_onnx
-from ...ops.shared.graphs import is_exported_to_onnx, is_traced
+from ...ops.shared.graphs import in_a_graph, is_exported_to_onnx, is_traced
+from ..cuda_graphs import CUDA_GRAPH, attend_by_graph
 from ..exact.reference import exact_attention, exact_weights, visible_keys
 from ..model_types.stacks import Stack
 from ..position_rows import PositionTerms
@@ -64,6 +65,11 @@ class Options:
     module: nn.Module | None = None
     positions: PositionTerms | None = None
 
+    @property
+    def learns(self) -> bool:
+        """Whether the model is in training."""
+        return self.training or (self.module is not None and self.module.training)
+
 
 @dataclass(frozen=True, kw_only=True)
 class Method(ABC):
@@ -81,6 +87,12 @@ class Method(ABC):
         on_excess (`str`): `"exact"`: the head is computed exactly, too; `"warn"` or `"raise"` a `RuntimeError`. In
             compiled graphs, in training and where the future is masked (but for generation's prompts) errors are
             measured and nothing else.
+        cuda_graph (`str`): `"auto"`: on a GPU the attention of inputs of one shape is captured as a CUDA graph at the
+            second call and replayed after that, bit for bit the same: the host then starts one graph and not a dozen
+            kernels or more. Not in training, in graphs of `torch.compile`, in float64, with dropout, a tolerance or
+            `check_finite`. Layers share graphs, and those of the latest 32 shapes are kept, with room for their inputs
+            and outputs. Where a capture fails, one warning says so. The default is `"never"`, because no capture has
+            run on a GPU yet.
     """
 
     method: ClassVar[str]
@@ -96,9 +108,10 @@ class Method(ABC):
         "min_length": "inputs with fewer tokens run exact attention; None: the measured length, 0: force the method",
         "tolerance": "the error allowed, measured on up to 64 queries of each head and text; None: unmeasured",
         "on_excess": "what to do with a head above its tolerance: exact, warn or raise",
+        "cuda_graph": "whether a GPU replays attention as a CUDA graph from a shape's second call on: auto or never",
     }
     differs_by_layer: ClassVar[bool] = False  # `for_layers` decides what a layer runs
-    unnamed: ClassVar[tuple[str, ...]] = ("min_length",)  # settings that a short name leaves out
+    unnamed: ClassVar[tuple[str, ...]] = ("min_length", "cuda_graph")  # settings that a short name leaves out
 
     # Beyond these a hand-edited config would run for hours, or out of memory, before anyone learns why.
     most: ClassVar[dict[str, int]] = {"iterations": 1_000, "bits": 4_096}
@@ -106,6 +119,7 @@ class Method(ABC):
     min_length: int | None = None
     tolerance: float | None = None
     on_excess: str = "exact"
+    cuda_graph: str = "never"
 
     def __post_init__(self) -> None:
         if self.min_length is not None:
@@ -115,6 +129,9 @@ class Method(ABC):
         if self.tolerance is not None and (self.needs_fine_tuning or self.stays_exact):
             trained = "is trained as it is and " if self.needs_fine_tuning else ""
             raise ValueError(f'"{self.method}" {trained}approximates nothing: it takes no tolerance; leave it out')
+        self._check_choice("cuda_graph", CUDA_GRAPH)
+        if self.cuda_graph != "never" and self.stays_exact:
+            raise ValueError(f'"{self.method}" starts few kernels: it takes no cuda_graph; leave it out')
 
     def is_exact(self, length: int, device_type: str) -> bool:
         """Whether exact attention runs instead on so many tokens, because the method would save nothing."""
@@ -173,22 +190,18 @@ class Method(ABC):
         if self.is_exact(min(N, M), query.device.type):
             return attend_exactly(query, key, value, options)
         check_no_onnx(self.instead_of_onnx)
-        if options.causal:
-            result = self.attend_causal(query, key, value, options)
-        elif N != M:
+        if N != M and not options.causal:
             raise ValueError(
                 f"{self.method!r} serves self-attention, where queries and keys are as many; got {N} queries and {M} "
                 "keys"
             )
-        else:
-            groups = self.group(query.detach(), key.detach(), options.key_mask, options.scale)
-            result = self.attend(query, key, value, options, groups)
+        by_graph = self.cuda_graph != "never" and not in_a_graph()
+        result = (self._run_by_graph if by_graph else self._run)(query, key, value, options)
         if self.tolerance is None or options.dropout_p > 0:
             return result
-        learns = options.training or (options.module is not None and options.module.training)
         # A graph cannot wait for what is measured, and a decoder's earlier tokens must not depend on later ones.
         captured = torch.compiler.is_compiling() or (query.is_cuda and torch.cuda.is_current_stream_capturing())
-        decides = not (learns or captured or (options.causal and not options.prompt))
+        decides = not (options.learns or captured or (options.causal and not options.prompt))
         if is_traced():
             if decides:
                 raise NotImplementedError(
@@ -200,6 +213,34 @@ class Method(ABC):
         given = query, key, value, options.key_mask, options.scale, options.causal, result
         attended = MethodOutput(*given, heads, options.attention_sinks)
         return attended.checked(self.tolerance, self.on_excess if decides else None, options.module)
+
+    def _run(self, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, options: Options) -> torch.Tensor:
+        """The method itself, whatever the length."""
+        if options.causal:
+            return self.attend_causal(query, key, value, options)
+        groups = self.group(query.detach(), key.detach(), options.key_mask, options.scale)
+        return self.attend(query, key, value, options, groups)
+
+    def _run_by_graph(
+        self, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, options: Options
+    ) -> torch.Tensor:
+        """The same by a CUDA graph, where one can stand for it."""
+        others = self.graph_key(options)
+        if others is None or options.learns or options.dropout_p > 0 or self.tolerance is not None:
+            return self._run(query, key, value, options)
+
+        def attend(
+            query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, mask: Any, sinks: Any, *positions: Any
+        ) -> torch.Tensor:
+            given = replace(options, key_mask=mask, attention_sinks=sinks, positions=positions or None)
+            return self._run(query, key, value, given)
+
+        tensors = query, key, value, options.key_mask, options.attention_sinks, *(options.positions or ())
+        return attend_by_graph(attend, tensors, (self, options.scale, options.causal, others))
+
+    def graph_key(self, options: Options) -> Hashable | None:
+        """What the output depends on beside the settings, tensors, scale and `causal`; None: no graph can hold it."""
+        return ()
 
     @property
     def instead_of_onnx(self) -> str:
@@ -228,7 +269,8 @@ class Method(ABC):
             exact = exact_weights(query, key, mask, options.scale, causal=causal, attention_sinks=sinks)
             return exact[..., columns]
         # The seed makes the groups the same each time. What a tolerance corrects is added by the caller.
-        method = self if self.tolerance is None else replace(self, tolerance=None)
+        plain = self.tolerance is None and self.cuda_graph == "never"
+        method = self if plain else replace(self, tolerance=None, cuda_graph="never")
         return self.implied_weights(query, key, lambda values: method.run(query, key, values, **arguments), columns)
 
     def implied_weights(
@@ -367,11 +409,13 @@ class Method(ABC):
         return {}
 
     def to_dict(self) -> dict[str, Any]:
-        """The settings as JSON values, and `"causal"` where a decoder's; without a tolerance nothing of it."""
+        """The settings as JSON values, and `"causal"` where a decoder's; without a tolerance or graph none of it."""
         settings = {"causal": True} if self.causal else {}
         settings |= {setting.name: getattr(self, setting.name) for setting in fields(self)}
         if self.tolerance is None:
             del settings["tolerance"], settings["on_excess"]
+        if self.cuda_graph == "never":
+            del settings["cuda_graph"]
         return settings
 
     def _check_number(self, name: str) -> None:

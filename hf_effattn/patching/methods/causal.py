@@ -3,6 +3,7 @@
 Sizes: `B` batch, `H` heads, `N` length, `D` head_dim of query and key, `Dv` of value.
 """
 
+from collections.abc import Hashable
 from dataclasses import dataclass
 from typing import Any, ClassVar
 
@@ -62,6 +63,9 @@ class CausalMethod(Method):
         self._check_int("seed", minimum=0, maximum=LARGEST_SEED)
         if not isinstance(self.check_finite, bool):
             raise TypeError(f"check_finite must be True or False, got {self.check_finite!r}")
+
+    def graph_key(self, options: Options) -> Hashable | None:
+        return None if self.check_finite else ()  # the check waits for the device
 
     def counts_reach(self, length: int) -> bool:
         last_segment = (length - 1) // self.segment_length * self.segment_length

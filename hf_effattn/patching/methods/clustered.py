@@ -3,7 +3,7 @@
 Sizes: `B` batch, `H` heads, `N` query length, `M` key length, `D` head_dim of query and key, `Dv` of value.
 """
 
-from collections.abc import Callable
+from collections.abc import Callable, Hashable
 from dataclasses import dataclass
 from functools import partial
 from typing import Any, ClassVar
@@ -88,6 +88,9 @@ class Clustered(Method):
         self._check_choice("distance", DISTANCES)
         if not isinstance(self.check_finite, bool):
             raise TypeError(f"check_finite must be True or False, got {self.check_finite!r}")
+
+    def graph_key(self, options: Options) -> Hashable | None:
+        return None if self.check_finite else ()  # the check waits for the device
 
     @property
     def fitted_queries(self) -> int:

@@ -4,7 +4,7 @@ Sizes: `B` batch, `H` heads, `N` query length, `D` head_dim of query and key, `D
 """
 
 import math
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Hashable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from itertools import accumulate, pairwise
 from operator import itemgetter
@@ -83,15 +83,12 @@ class PerHead(Method):
             method = make_method(**{"causal": self.causal, **method})
         if not isinstance(method, Method):
             raise TypeError(f'a candidate must be a method or a dict {{"method": name, **settings}}, got {method!r}')
-        if (
-            method.needs_fine_tuning
-            or method.stays_exact
-            or isinstance(method, PerHead)
-            or method.tolerance is not None
-        ):
+        shared = [name for name in ("tolerance", "cuda_graph") if name in method.to_dict()]
+        if method.needs_fine_tuning or method.stays_exact or isinstance(method, PerHead) or shared:
+            has = "".join(f" with a {name}" for name in shared)
             raise ValueError(
-                f'"{method.method}"{"" if method.tolerance is None else " with a tolerance"} cannot be a candidate: '
-                "candidates are approximations, and the tolerance is that of all heads"
+                f'"{method.method}"{has} cannot be a candidate: candidates are approximations, and a tolerance and '
+                "cuda_graph are those of all heads"
             )
         if method.causal != self.causal:
             kinds = ("an encoder", "a decoder")
@@ -178,6 +175,12 @@ class PerHead(Method):
             exact += [query_heads[place] for place in inside]
         return sorted(exact)
 
+    def graph_key(self, options: Options) -> Hashable | None:
+        if any(candidate.graph_key(options) is None for candidate in self._used()):
+            return None
+        # What transformers' SDPA path, by which heads are exact, asks of the module.
+        return (getattr(options.module, "num_key_value_groups", None),)
+
     def approximated_heads(self, group: int) -> list[int] | None:
         (row,) = self.heads
         if max(row) < len(self.candidates):
@@ -223,7 +226,8 @@ class PerHead(Method):
         def group_share(share: Share) -> None:
             candidate, heads = share
             if candidate is None:
-                exact_heads[:, heads] = True
+                for head in heads:  # a list would be copied to the device, for which the host waits
+                    exact_heads[:, head] = True
                 return
             query_heads = _query_heads(heads, group)
             inputs = _heads(query, query_heads), _heads(key, heads)
@@ -408,7 +412,7 @@ def _causal_runs(runs: Sequence[slice]) -> list[slice]:
 def _options_of(heads: list[int], options: Options) -> Options:
     """The options for some of the query heads."""
     sinks = options.attention_sinks
-    return options if sinks is None else replace(options, attention_sinks=sinks[heads])
+    return options if sinks is None else replace(options, attention_sinks=_heads(sinks[None], heads)[0])
 
 
 def _attend(

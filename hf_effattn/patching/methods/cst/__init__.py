@@ -3,7 +3,7 @@
 Sizes: `B` batch, `H` heads, `N` query length, `M` key length, `D` head_dim of query and key, `Dv` of value.
 """
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Hashable, Mapping
 from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from functools import partial
@@ -163,6 +163,13 @@ class CompositeSlices(Method):
         patches = (vars(module).get(RECORD) for module in model.modules())
         method = next(patch.method for patch in patches if patch is not None and patch.method is not None)
         return partial(grow_slices, tables, -(-present // method.slice_length), -(-rows // method.slice_length))
+
+    def graph_key(self, options: Options) -> Hashable | None:
+        """None where the layer's own weights are read."""
+        patch: ModulePatch | None = getattr(options.module, RECORD, None)
+        if self.composition != "merged" or (patch is not None and options.positions is None):
+            return None
+        return () if patch is None else (patch.method, patch.owner is None)
 
     def check_weights(self) -> None:
         if self.composition != "merged":
