@@ -16,7 +16,6 @@ from torch.autograd import forward_ad
 
 from ..ops.derivatives import learns
 from ..ops.shared.callers import stacklevel_of_user
-from ..ops.shared.graphs import in_a_graph
 from ..ops.shared.torch_internals import is_plain, is_watched
 from ..ops.shared.triton.chips import tf32_allowed
 
@@ -159,8 +158,9 @@ _making = threading.Lock()
 def attend_by_graph(attend: Callable[..., torch.Tensor], tensors: Tensors, settings: Hashable) -> torch.Tensor:
     """`attend(*tensors)`, by a CUDA graph from the second call of a signature on, bit for bit the same.
 
-    As it is where no graph can stand for it: on other devices than GPUs, in a graph or capture that is being made,
-    where autograd, `torch.func` or a mode follows the call, of float64, which PyTorch's operators compute.
+    As it is where no graph can stand for it: on other devices than GPUs, in a capture by others, where autograd,
+    `torch.func` or a mode follows the call, of float64, which PyTorch's operators compute. Not while a graph of
+    `torch.compile` or `torch.jit.trace` is made.
 
     Args:
         attend (`Callable`): a function of the tensors, which reads no other tensor that may change.
@@ -173,7 +173,7 @@ def attend_by_graph(attend: Callable[..., torch.Tensor], tensors: Tensors, setti
     given = [tensor for tensor in tensors if tensor is not None]
     device = given[0].device
     backend = BACKENDS.get(device.type)
-    if backend is None or in_a_graph() or backend.is_capturing(device) or not _can_be_copied(given):
+    if backend is None or backend.is_capturing(device) or not _can_be_copied(given):
         return attend(*tensors)
     with _making:
         graphs = _devices.get(device) or _devices.setdefault(device, DeviceGraphs(backend(device)))

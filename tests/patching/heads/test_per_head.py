@@ -211,7 +211,9 @@ def test_another_models_settings_are_refused(tmp_path: Path) -> None:
     refused(model, "as many heads in every layer", **candidates, heads=[[0, 1], [0], [0, 1]])
     refused(model, "indices of candidates", TypeError, **candidates, heads=[[0, 0.5]] * 3)
     refused(model, "cannot be a candidate", method="per-head", candidates=[{"method": "cst"}], heads=HEADS)
-    refused(model, "with a tolerance", method="per-head", candidates=[CANDIDATES[0] | {"tolerance": 0.1}], heads=HEADS)
+    for name, value in (("tolerance", 0.1), ("cuda_graph", "auto")):
+        shared = [CANDIDATES[0] | {name: value}]
+        refused(model, f"with a {name} cannot be", method="per-head", candidates=shared, heads=HEADS)
     refused(model, "candidate must be a method or", TypeError, method="per-head", candidates=["x"], heads=HEADS)
     refused(model, "name a method")
 
