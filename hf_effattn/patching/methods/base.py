@@ -190,13 +190,18 @@ class Method(ABC):
         if self.is_exact(min(N, M), query.device.type):
             return attend_exactly(query, key, value, options)
         check_no_onnx(self.instead_of_onnx)
-        if N != M and not options.causal:
+        if self.cuda_graph != "never" and not in_a_graph():
+            return self._run_by_graph(query, key, value, options)
+        if options.causal:
+            result = self.attend_causal(query, key, value, options)
+        elif N != M:
             raise ValueError(
                 f"{self.method!r} serves self-attention, where queries and keys are as many; got {N} queries and {M} "
                 "keys"
             )
-        by_graph = self.cuda_graph != "never" and not in_a_graph()
-        result = (self._run_by_graph if by_graph else self._run)(query, key, value, options)
+        else:
+            groups = self.group(query.detach(), key.detach(), options.key_mask, options.scale)
+            result = self.attend(query, key, value, options, groups)
         if self.tolerance is None or options.dropout_p > 0:
             return result
         # A graph cannot wait for what is measured, and a decoder's earlier tokens must not depend on later ones.
@@ -214,28 +219,21 @@ class Method(ABC):
         attended = MethodOutput(*given, heads, options.attention_sinks)
         return attended.checked(self.tolerance, self.on_excess if decides else None, options.module)
 
-    def _run(self, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, options: Options) -> torch.Tensor:
-        """The method itself, whatever the length."""
-        if options.causal:
-            return self.attend_causal(query, key, value, options)
-        groups = self.group(query.detach(), key.detach(), options.key_mask, options.scale)
-        return self.attend(query, key, value, options, groups)
-
     def _run_by_graph(
         self, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, options: Options
     ) -> torch.Tensor:
         """The same by a CUDA graph, where one can stand for it."""
-        others = self.graph_key(options)
-        if others is None or options.learns or options.dropout_p > 0 or self.tolerance is not None:
-            return self._run(query, key, value, options)
 
         def attend(
             query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, mask: Any, sinks: Any, *positions: Any
         ) -> torch.Tensor:
             given = replace(options, key_mask=mask, attention_sinks=sinks, positions=positions or None)
-            return self._run(query, key, value, given)
+            return replace(self, cuda_graph="never").run(query, key, value, **vars(given))
 
         tensors = query, key, value, options.key_mask, options.attention_sinks, *(options.positions or ())
+        others = self.graph_key(options)
+        if others is None or options.learns or options.dropout_p > 0 or self.tolerance is not None:
+            return attend(*tensors)
         return attend_by_graph(attend, tensors, (self, options.scale, options.causal, others))
 
     def graph_key(self, options: Options) -> Hashable | None:
