@@ -9,7 +9,8 @@ from types import SimpleNamespace
 import pytest
 import torch
 from support import attention_cases, causal_cases
-from support.op_cases import CAUSAL, CLUSTERED, DEVICE, OPS, each, to_dtype, with_gradients
+from support.gpu_autocast import autocast_of_a_gpu
+from support.op_cases import CAUSAL, CLUSTERED, DEVICE, OPS, SLICES, each, to_dtype, with_gradients
 from torch.utils._python_dispatch import _disable_current_modes
 from triton.runtime.interpreter import InterpretedFunction
 
@@ -113,6 +114,25 @@ def test_an_op_and_its_gradients(op, case, replays, monkeypatch):
         return with_gradients(op, case, inputs, backend="triton")
 
     assert_replayed(call, replays, monkeypatch, times=2)
+
+
+@each(
+    (CLUSTERED[0], CLUSTERED[2], CAUSAL[2], SLICES),
+    lambda op: [CASES.get(op.name, op.kernel_cases[0])],
+    lambda op, case: op in (CLUSTERED[0], SLICES),
+)
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=["single", "half"])
+def test_what_is_replayed_under_autocast_computes_as_recorded(op, case, dtype, replays):
+    """Torch's ops in it, too, which autocast would multiply, or add up, in another dtype."""
+    inputs = to_dtype(op.make(case, torch.float32, 0), dtype)
+    expected = with_gradients(op, case, inputs, backend="triton")
+    replays.clear()
+    with autocast_of_a_gpu(), torch.autocast("cpu", torch.bfloat16):
+        actual = with_gradients(op, case, inputs, backend="triton")
+    assert len(replays) == 2
+    for name, tensor in expected.items():
+        assert actual[name].dtype == tensor.dtype, name
+        assert torch.equal(actual[name], tensor), name
 
 
 TRITON = {"backend": "triton"}
@@ -229,6 +249,40 @@ def test_lengths_that_come_once_do_not_fill_the_memory(replays, monkeypatch):
         assert len(increased(torch.ones(length))) == length
     (recordings,) = (cell.cell_contents for cell in increased.__closure__ if isinstance(cell.cell_contents, dict))
     assert 0 < len(recordings) <= 8
+
+
+def test_another_thread_may_throw_recordings_away(replays):
+    @recorded.recorded
+    def increased(x, number):
+        return x + number
+
+    (recordings,) = (cell.cell_contents for cell in increased.__closure__ if isinstance(cell.cell_contents, dict))
+
+    class Number(int):
+        """Stands for a thread that comes between every two looks at the recordings."""
+
+        looks = 0
+
+        def __hash__(self):
+            Number.looks += 1
+            if Number.looks % 2 == 0:
+                recordings.clear()
+            return 1
+
+    for _ in range(4):
+        assert torch.equal(increased(torch.ones(2), Number(1)), torch.full((2,), 2.0))
+
+
+@pytest.mark.parametrize("hook", ["launch_enter_hook", "launch_exit_hook"])
+def test_what_hears_of_launches_hears_of_all(hook, replays, monkeypatch):
+    @recorded.recorded
+    def increased(x):
+        return x + 1
+
+    increased(torch.ones(4))
+    monkeypatch.setattr(recorded.knobs.runtime, hook, lambda *_: None)
+    increased(torch.ones(4))
+    assert not replays
 
 
 def test_tensors_of_one_time_lie_apart_in_the_workspace():

@@ -226,13 +226,12 @@ def attend_backward(
         query, grad_output, queries, saved.centroids, None, exact_heads,
         weights=saved.share, factor=scale, parts=clusters,
     )  # fmt: skip
-    with torch.autocast(query.device.type, enabled=False):
-        by_head = grad_dipoles.view(P, rows, -1)
-        at_centroid = saved.at_centroid.view(P, rows, -1)
-        grad_covariances = at_centroid.mT @ by_head
-        grad_logits = by_head @ saved.covariances.view(P, key_clusters, -1).mT
-        grad_logits = softmax_backward(grad_logits, at_centroid, 2)
-        constant += grad_logits.view_as(constant)
+    by_head = grad_dipoles.view(P, rows, -1)
+    at_centroid = saved.at_centroid.view(P, rows, -1)
+    grad_covariances = at_centroid.mT @ by_head
+    grad_logits = by_head @ saved.covariances.view(P, key_clusters, -1).mT
+    grad_logits = softmax_backward(grad_logits, at_centroid, 2)
+    constant += grad_logits.view_as(constant)
     _bi_clustered_attention_bwd_key_kernel[(P * keys.tiles.shape[1],)](
         saved.centroids, key, value, saved.log_squares, saved.taken, exact_heads, queries.starts, keys.order,
         keys.starts, keys.tiles, saved.log_mass, constant, table_grad_keys, table_grad_values,

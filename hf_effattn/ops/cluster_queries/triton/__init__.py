@@ -166,8 +166,7 @@ def _forward(x: Inputs) -> torch.Tensor:
     rows = find_rows(query, query_mask, most)
     points, metric = query, None
     if method == "lsh":
-        with torch.autocast(query.device.type, enabled=False):
-            points = as_sign(query @ draw_planes(query, bits, seed))
+        points = as_sign(query @ draw_planes(query, bits, seed))
     elif key is not None and key.shape[2]:
         key_rows = rows if share_rows(query, key, query_mask, key_mask) else find_rows(key, key_mask, most)
         metric = keys_metric(key, key_rows)

@@ -148,8 +148,7 @@ def gradients(
             BLOCK_N=128, BLOCK_T=max(8, 2048 // max(block_d, block_v)), BLOCK_D=block_d, BLOCK_V=block_v,
         )  # fmt: skip
     else:
-        with torch.autocast(query.device.type, enabled=False):
-            delta = torch.linalg.vecdot(saved.rest, grads)
+        delta = torch.linalg.vecdot(saved.rest, grads)
     grad_centroids, sums = centroid_backward(x, saved.centroids, grads, saved.lse, delta, members)
     splits = grad_centroids.shape[1]
     if topk:

@@ -131,8 +131,7 @@ def _forward(x: Inputs) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch
     highest = lse.amax(dim=2, keepdim=True)
     shares = torch.exp2(lse - highest)
     total = shares.sum(dim=2)
-    with torch.autocast(words.device.type, enabled=False):
-        exact = torch.einsum("bks,bksd->bkd", shares / total[..., None], partial)
+    exact = torch.einsum("bks,bksd->bkd", shares / total[..., None], partial)
     total = highest[..., 0] + total.log2()
     # Backwards: the scores of the last words are still there.
     for place, step in enumerate(reversed(steps.each())):

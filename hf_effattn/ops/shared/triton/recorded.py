@@ -10,7 +10,7 @@ import threading
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from functools import wraps
-from typing import Any, NamedTuple
+from typing import Any, Literal, NamedTuple
 
 import torch
 from torch.utils._python_dispatch import TorchDispatchMode, _disable_current_modes
@@ -18,6 +18,7 @@ from torch.utils._pytree import TreeSpec, tree_flatten, tree_unflatten
 from triton import knobs
 from triton.runtime import driver
 
+from ..precision import autocasts
 from .chips import tf32_allowed
 
 RECORDS = not knobs.runtime.interpret
@@ -324,8 +325,8 @@ def constant(function: Callable[..., Any], *numbers: Any) -> Any:
 
 def _is_watched() -> bool:
     """Whether someone, a profiler, is to hear of every launch; a chain of hooks is empty where nobody is."""
-    hook = knobs.runtime.launch_enter_hook
-    return bool(getattr(hook, "calls", hook))
+    hooks = knobs.runtime.launch_enter_hook, knobs.runtime.launch_exit_hook
+    return any(getattr(hook, "calls", hook) for hook in hooks)
 
 
 def signature(arguments: Iterable[Any], tensors: list[torch.Tensor]) -> tuple[Any, ...]:
@@ -349,34 +350,39 @@ def recorded(function: Callable[..., Any]) -> Callable[..., Any]:
 
     The function gets tensors on one device, None, numbers, and lists and tuples of these, and returns new tensors:
     one, or a list or tuple of them. What it does may depend on the kinds of its arguments (dtypes, sizes, strides) and
-    on the numbers among them, not on what tensors hold. The new function has an argument more: `wanted`, how many of
-    the tensors it has to return, the first of a list or tuple; the others need no memory of their own.
+    on the numbers among them, not on what tensors hold. The new function runs outside of autocast and has an argument
+    more: `wanted`, how many of the tensors it has to return, the first of a list or tuple; the others need no memory
+    of their own.
     """
-    recordings: dict[Any, Recording | None] = {}
+    recordings: dict[Any, Recording | Literal[False]] = {}  # False: cannot be recorded
 
     @wraps(function)
     def call(*arguments: Any, wanted: int | None = None) -> Any:
-        if not RECORDS or recorder() is not None or _is_watched():
-            return function(*arguments)
         tensors: list[torch.Tensor] = []
         kinds = signature(arguments, tensors)
+        device = tensors[0].device
+        if autocasts(device.type):  # a replay calls torch's ops in the same dtypes, whoever asks for it
+            with torch.autocast(device.type, enabled=False):
+                return call(*arguments, wanted=wanted)
+        if not RECORDS or recorder() is not None or _is_watched():
+            return function(*arguments)
         places = [x.data_ptr() for x in tensors]
         same = map(places.index, places)  # which tensors are in the same place
         key = wanted, torch.are_deterministic_algorithms_enabled(), tf32_allowed(), *same, kinds
-        if key not in recordings:
+        recording = recordings.get(key)
+        if recording is None:
             _now.recorder = Recorder(tensors)
             try:
                 with _now.recorder:
                     result = function(*arguments)
                 if len(recordings) >= MOST:
                     recordings.clear()
-                recordings[key] = _now.recorder.recording(result, wanted)
+                recordings[key] = _now.recorder.recording(result, wanted) or False
             finally:
                 _now.recorder = None
             return result
-        if (recording := recordings[key]) is None:
+        if not recording:
             return function(*arguments)
-        device = tensors[0].device
         if device.type == "cpu" or device.index == driver.active.get_current_device():
             return recording.replay(tensors)
         with torch.cuda.device(device):  # kernels are launched on the current GPU
