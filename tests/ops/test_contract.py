@@ -23,6 +23,7 @@ from support.op_cases import (
     to_dtype,
     with_gradients,
 )
+from torch.fx.experimental.proxy_tensor import make_fx
 
 from hf_effattn.measuring.cost import peak_memory_added
 from hf_effattn.ops.bi_clustered_attention import reference as bi_clustered_reference
@@ -257,6 +258,29 @@ def test_registered_with_torch_library(op, case):
     options, inputs = {"dropout_p": 0.3} if op in ATTENTION else {}, op.make(case, torch.bfloat16)
     called = check_ops(lambda: with_gradients(op, case, inputs, backend="batched", **options))
     assert called == [f"hf_effattn::{op.registered}", f"hf_effattn::{op.registered}_backward"]
+
+
+@each(OPS, lambda op: op.typical[:1], quick)
+def test_of_tensors_without_numbers_it_tells_what_it_would_return(op, case):
+    inputs = op.make(case, torch.float32)
+    without = {name: x.to("meta") if isinstance(x, torch.Tensor) else x for name, x in inputs.items()}
+    told = op.call(case, without)
+    for name, output in op.call(case, inputs).items():
+        without = told[name]
+        assert without.is_meta
+        assert (without.shape, without.stride(), without.dtype) == (output.shape, output.stride(), output.dtype)
+
+
+@pytest.mark.parametrize("pre_dispatch", [False, True])
+@each(OPS, lambda op: op.typical[:1], quick)
+def test_a_trace_without_gradients_holds_it_as_one_op(op, case, pre_dispatch):
+    inputs = op.make(case, torch.float32)
+
+    def call(leaf):
+        return tuple(op.call(case, inputs | {leaves_of(inputs)[0]: leaf}).values())
+
+    graph = make_fx(call, pre_dispatch=pre_dispatch)(inputs[leaves_of(inputs)[0]]).graph
+    assert f"hf_effattn.{op.registered}.default" in {str(node.target) for node in graph.nodes}
 
 
 @each([op for op in OPS if op.long is not None], lambda op: [op.long(2048)])

@@ -50,7 +50,7 @@ def cpu_multiplies_bfloat16() -> bool:
 
 
 def is_followed(arguments: Iterable[Any]) -> bool:
-    """Whether more than numbers is wanted of a computation: gradients, a graph, what a mode or a subclass makes of it.
+    """Whether other than numbers is wanted of a computation: gradients, a graph, sizes, what a mode or subclass does.
 
     `torch._C`, 2.6 to 2.13.
     """
@@ -59,7 +59,8 @@ def is_followed(arguments: Iterable[Any]) -> bool:
         torch.compiler.is_compiling()
         or is_traced()
         or torch._C._len_torch_dispatch_stack() > 0
+        or torch._C._dispatch_tls_is_dispatch_key_included(torch._C.DispatchKey.PreDispatch)  # modes of `make_fx`
         or torch._C._are_functorch_transforms_active()
-        or any(type(x) not in (torch.Tensor, torch.nn.Parameter) for x in tensors)
+        or any(x.is_meta or type(x) not in (torch.Tensor, torch.nn.Parameter) for x in tensors)
         or (torch.is_grad_enabled() and any(x.requires_grad for x in tensors))
     )
