@@ -121,6 +121,11 @@ class Recorder(TorchDispatchMode):
         return result
 
     def _note(self, func: Any, args: Any, kwargs: dict[str, Any], result: Any) -> None:
+        if func._schema.name.removeprefix("aten::") in _EMPTY and result.device == self.device:
+            place = len(self.sources)
+            view = View(place, 0, result.dtype, tuple(result.shape), result.stride())
+            self.sources.append(Source(result.data_ptr(), result.untyped_storage().nbytes(), result.dtype, view))
+            return
         given, structure = tree_flatten((args, kwargs))
         results = tree_flatten(result)[0]
         if func.is_view:
@@ -132,11 +137,6 @@ class Recorder(TorchDispatchMode):
             raise NotRecordableError(f"{func} brings numbers to the host")
         if torch.Tag.dynamic_output_shape in func.tags or torch.Tag.data_dependent_output in func.tags:
             raise NotRecordableError(f"{func} returns what depends on numbers")
-        if func._schema.name.removeprefix("aten::") in _EMPTY:
-            place = len(self.sources)
-            view = View(place, 0, result.dtype, tuple(result.shape), result.stride())
-            self.sources.append(Source(result.data_ptr(), result.untyped_storage().nbytes(), result.dtype, view))
-            return
         arguments = [self._view(x) if isinstance(x, torch.Tensor) else x for x in given]
         new = []
         for i, x in enumerate(results):
@@ -237,12 +237,19 @@ class Recording:
         offsets, self.workspace = packed([(source.first or 0, source.last, source.bytes) for _, source in temporary])
         in_workspace = {i: offset for (i, _), offset in zip(temporary, offsets, strict=True)}
         returned = {view.source for view in outputs}
+        before: dict[int, list[Allocate]] = {}
+        behind: dict[int, list[Release]] = {}
+        for i, source in enumerate(recorder.sources):
+            if source.first is None:
+                continue
+            if source.owned and (tensor := source.tensor) is not None:
+                allocate = Allocate(i, tensor.size, tensor.stride, tensor.dtype)
+                before.setdefault(source.first, []).append(allocate)
+            if i >= recorder.inputs and i not in in_workspace and i not in returned:
+                behind.setdefault(source.last, []).append(Release(i))
         self.steps: list[Launch | Call | Allocate | Release] = []
         for number, step in enumerate([*recorder.steps, None]):
-            for i, source in enumerate(recorder.sources):
-                if source.owned and source.tensor is not None and source.first == number:
-                    tensor = source.tensor
-                    self.steps.append(Allocate(i, tensor.size, tensor.stride, tensor.dtype))
+            self.steps += before.get(number, [])
             if isinstance(step, Launch):
                 places = [
                     (index, self.sources, in_workspace[source] + offset)
@@ -253,12 +260,7 @@ class Recording:
                 step = step._replace(places=places)
             if step is not None:
                 self.steps.append(step)
-            self.steps += [
-                Release(i)
-                for i, source in enumerate(recorder.sources)
-                if i >= recorder.inputs and i not in in_workspace | dict.fromkeys(returned) and source.last == number
-                and source.first is not None
-            ]  # fmt: skip
+            self.steps += behind.get(number, [])
 
     def replay(self, inputs: list[torch.Tensor]) -> Any:
         """Make the launches again, for arguments of the same kind in other places."""
