@@ -58,9 +58,8 @@ def is_followed(arguments: Iterable[Any]) -> bool:
     return (
         torch.compiler.is_compiling()
         or is_traced()
-        or torch._C._len_torch_dispatch_stack() > 0
+        or is_watched()
         or torch._C._dispatch_tls_is_dispatch_key_included(torch._C.DispatchKey.PreDispatch)  # modes of `make_fx`
-        or torch._C._are_functorch_transforms_active()
-        or any(x.is_meta or type(x) not in (torch.Tensor, torch.nn.Parameter) for x in tensors)
+        or any(x.is_meta or not is_plain(x) for x in tensors)
         or (torch.is_grad_enabled() and any(x.requires_grad for x in tensors))
     )
