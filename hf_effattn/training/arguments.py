@@ -68,19 +68,25 @@ class HelpFormatter(ArgumentDefaultsHelpFormatter, RawDescriptionHelpFormatter):
 
 
 def parser_of(
-    description: str | None, data: type, training: type = TrainingArguments, **more: type
+    description: str | None,
+    data: type,
+    training: type = TrainingArguments,
+    *,
+    model: type = ModelArguments,
+    **more: type,
 ) -> HfArgumentParser:
     """The parser of a training script, with a group of options for each kind of arguments, the script's own first.
 
-    What it parses begins with `ModelArguments`, goes on with `data` and `more`, and ends with `training`.
+    What it parses begins with `model`, goes on with `data` and `more`, and ends with `training`.
 
     Args:
         description (`str`, *optional*): what the script does, with examples: its `__doc__`.
         data (`type`): dataclass of the data's arguments.
         training (`type`): `TrainingArguments`, or those made of them.
+        model (`type`): dataclass of the model's arguments.
         more (`type`): other dataclasses, by the titles of their groups.
     """
-    kinds = {"model": ModelArguments, "data": data, **more, f"training (transformers' {training.__name__})": training}
+    kinds = {"model": model, "data": data, **more, f"training (transformers' {training.__name__})": training}
     # HfArgumentParser takes a group's title from the class, and transformers' classes are not ours to change.
     titled = [type(kind.__name__, (kind,), {"_argument_group_name": title}) for title, kind in kinds.items()]
     parser = HfArgumentParser(titled, description=description, formatter_class=HelpFormatter)
@@ -98,14 +104,19 @@ def parsed_arguments(
     data: type,
     training: type = TrainingArguments,
     *,
+    model: type = ModelArguments,
     instead_of_predictions: str | None = None,
     **more: type,
 ) -> tuple[Any, ...]:
-    """What `parser_of` parses, once `check_work` and `check_model` have nothing against it; the seed is set."""
-    parser = parser_of(description, data, training, **more)
+    """What `parser_of` parses, once `check_work` and `check_model` have nothing against it; the seed is set.
+
+    A script with another dataclass for `model` checks what that says.
+    """
+    parser = parser_of(description, data, training, model=model, **more)
     parsed: tuple[Any, ...] = parser.parse_args_into_dataclasses(command_line)
     check_work(parsed[-1], instead_of_predictions=instead_of_predictions)
-    check_model(parsed[0])
+    if model is ModelArguments:
+        check_model(parsed[0])
     set_seed(parsed[-1].seed)
     return parsed
 

@@ -16,6 +16,7 @@ from hf_effattn import training
 from scripts.lra import train as run_lra
 from scripts.train import classification as run_classification
 from scripts.train import clm as run_clm
+from scripts.train import embedding as run_embedding
 from scripts.train import glue as run_glue
 from scripts.train import mlm as run_mlm
 from scripts.train import qa as run_qa
@@ -29,7 +30,7 @@ SCRIPTS = {
 }
 
 
-@pytest.mark.parametrize("script", TRAINING_SCRIPTS, ids=lambda script: script.__name__)
+@pytest.mark.parametrize("script", [*TRAINING_SCRIPTS, run_embedding], ids=lambda script: script.__name__)
 def test_help_says_what_a_script_does_and_names_its_own_options_first(script, monkeypatch, capsys):
     monkeypatch.setenv("COLUMNS", "120")
     monkeypatch.setattr(sys, "argv", [script.__file__])
@@ -38,17 +39,23 @@ def test_help_says_what_a_script_does_and_names_its_own_options_first(script, mo
     assert left.value.code == 0
     lines = capsys.readouterr().out.splitlines()
     name = Path(script.__file__).name
-    required = {run_glue: "--task_name TASK_NAME ", run_lra: "--task TASK "}.get(script, "")
+    required = {
+        run_embedding: "--model_name_or_path MODEL_NAME_OR_PATH ",
+        run_glue: "--task_name TASK_NAME ",
+        run_lra: "--task TASK ",
+    }.get(script, "")
     assert lines[0] == f"usage: {name} {required}--output_dir OUTPUT_DIR [options]"
     assert lines[2] == script.__doc__.splitlines()[0]
     command = "-m scripts.lra.train" if script is run_lra else f"scripts/train/{name}"
     assert any(line.startswith(f"    python {command} --") for line in lines)
     kind = "Seq2SeqTrainingArguments" if script is run_translation else "TrainingArguments"
     titles = ["model:", "data:", f"training (transformers' {kind}):"]
-    groups = [line for line in lines if line in (*titles, "masks:")]
-    assert groups == (titles[:2] + ["masks:"] * (script is run_mlm) + titles[2:])
+    more = {run_mlm: ["masks:"], run_embedding: ["loss:"]}.get(script, [])
+    groups = [line for line in lines if line in (*titles, "masks:", "loss:")]
+    assert groups == titles[:2] + more + titles[2:]
     model, data, training = (lines.index(title) for title in titles)
-    assert model < lines.index("  --model_type MODEL_TYPE") < data
+    first_of_model = "  --model_revision MODEL_REVISION" if script is run_embedding else "  --model_type MODEL_TYPE"
+    assert model < lines.index(first_of_model) < data
     first = {run_glue: "--task_name {cola,", run_lra: "--task {listops,", run_translation: "--train_source TRAIN_S"}
     places = [number for number, line in enumerate(lines) if first.get(script, "--dataset_name DATASET_N") in line]
     assert data < places[-1] < training
