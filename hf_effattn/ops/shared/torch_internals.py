@@ -54,12 +54,14 @@ def is_followed(arguments: Iterable[Any]) -> bool:
 
     `torch._C`, 2.6 to 2.13.
     """
-    tensors = [x for x in arguments if isinstance(x, torch.Tensor)]
-    return (
+    if (
         torch.compiler.is_compiling()
         or is_traced()
         or is_watched()
         or torch._C._dispatch_tls_is_dispatch_key_included(torch._C.DispatchKey.PreDispatch)  # modes of `make_fx`
-        or any(x.is_meta or not is_plain(x) for x in tensors)
-        or (torch.is_grad_enabled() and any(x.requires_grad for x in tensors))
+    ):
+        return True
+    learns = torch.is_grad_enabled()
+    return any(
+        (learns and x.requires_grad) or x.is_meta or not is_plain(x) for x in arguments if isinstance(x, torch.Tensor)
     )
