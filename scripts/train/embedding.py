@@ -81,14 +81,14 @@ class LossArguments:
 
 @dataclass
 class TrainingArguments(SentenceTransformerTrainingArguments):
-    """Batches in which no text stands twice: the loss would take it for a wrong answer to its own anchor.
-
-    These samplers also find the order of a later epoch again when a run is resumed.
-    """
+    """Batches in which no text stands twice: the loss would take it for a wrong answer to its own anchor."""
 
     batch_sampler: str = field(
         default="no_duplicates",
-        metadata={"help": "How batches are drawn.", "choices": ["no_duplicates", "no_duplicates_hashed"]},
+        metadata={
+            "help": "How batches are drawn.",
+            "choices": ["no_duplicates", "no_duplicates_hashed", "batch_sampler"],
+        },
     )
 
 
