@@ -89,26 +89,33 @@ def embed(
     After Ctrl-C, a kill or a crash the same command goes on, to the same vectors bit for bit.
 
     It says first how long it will take. Empty and binary files are left out, and listed in skipped.jsonl.
+
+    Several processes share the work if torchrun or accelerate starts them: torchrun --nproc-per-node 2 -m hf_effattn
+    embed ... Those of several machines need one folder for the output, and the same documents.
     """
     # The arguments have the names of the options, but for this one.
     options = locals() | {"method": None if method is None else method_of(method), "form": format}
     del options["format"]
     from ..embedding.options import EmbedOptions
+    from ..embedding.ranks import Rank
     from ..embedding.run import embed as run
 
     with mistakes_in_words():
+        rank = Rank.from_environment()
         try:
-            with _shown_progress() as progress:
-                path = run(EmbedOptions(**options), progress)
+            with _shown_progress(rank.leads) as progress:
+                path = run(EmbedOptions(**options), progress, rank)
         except KeyboardInterrupt:
-            typer.secho("Interrupted; the same command goes on from here.", err=True)
+            if rank.leads:
+                typer.secho("Interrupted; the same command goes on from here.", err=True)
             raise typer.Exit(130) from None
-        typer.echo(f"written: {path}")
+        if path is not None:
+            typer.echo(f"written: {path}")
 
 
 @contextmanager
-def _shown_progress() -> "Iterator[Progress]":
-    """A bar in a terminal, elsewhere a line every few seconds."""
+def _shown_progress(leads: bool) -> "Iterator[Progress]":
+    """A bar in a terminal, elsewhere a line every few seconds; of several ranks only rank 0 has a bar."""
     from rich.console import Console
     from rich.progress import Progress as Bar
 
@@ -116,7 +123,7 @@ def _shown_progress() -> "Iterator[Progress]":
 
     lines = lines_of_progress()
     console = Console(stderr=True)
-    with Bar(console=console, transient=True, disable=lines is not None) as bar:
+    with Bar(console=console, transient=True, disable=lines is not None or not leads) as bar:
         task = bar.add_task("reading", total=None)
         last = time.monotonic()
 

@@ -1,11 +1,13 @@
-"""What an embedding run keeps in its folder: a manifest, a shard of vectors for each batch, and at the end one file.
+"""What an embedding run keeps in its folder: a manifest, a shard for each piece of work, and at the end one file.
 
-Every file is written beside its place, forced to disk, and moved there: a kill leaves it whole or absent.
+Every file is written beside its place, forced to disk, and moved there: a kill leaves it whole or absent. Rank 0 alone
+writes the manifest and the result; every rank writes shards.
 """
 
+import hashlib
 import json
 import shutil
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import asdict
 from pathlib import Path
 from typing import IO, Any
@@ -16,10 +18,38 @@ from ..atomic_files import PART, write_atomically
 from .documents import Document, Skipped, as_shown
 from .plan import Batch
 
-FORMAT_VERSION = 2
-MANIFEST, DOCUMENTS, SKIPPED, SHARDS, LOCK = "embed.json", "documents.jsonl", "skipped.jsonl", "shards", ".lock"
+FORMAT_VERSION = 3
+MANIFEST, SKIPPED, SHARDS, LOCK = "embed.json", "skipped.jsonl", "shards", ".lock"
 IDS, VECTORS = "ids.jsonl", {"npy": "vectors.npy", "parquet": "vectors.parquet"}
-OWN = {MANIFEST, DOCUMENTS, SKIPPED, SHARDS, LOCK, IDS, *VECTORS.values()}
+OWN = {MANIFEST, SKIPPED, SHARDS, LOCK, IDS, *VECTORS.values()}
+
+
+class Shards:
+    """What came out of each piece of some work, in a file each; several processes may add the same one.
+
+    Args:
+        path (`Path`): their folder, which is made.
+    """
+
+    def __init__(self, path: Path) -> None:
+        self._path = path
+        path.mkdir(parents=True, exist_ok=True)
+
+    def has(self, index: int) -> bool:
+        """Whether the shard of a piece is there."""
+        return self.path(index).exists()
+
+    def present(self) -> set[int]:
+        """All that are there."""
+        return {int(file.name) for file in self._path.iterdir() if file.name.isdigit()}
+
+    def add(self, index: int, write: Callable[[IO[bytes]], object]) -> None:
+        """Keep what `write` writes as the shard of a piece."""
+        write_atomically(self.path(index), write, unique=True)
+
+    def path(self, index: int) -> Path:
+        """The file of a piece."""
+        return self._path / f"{index:07d}"
 
 
 class RunFolder:
@@ -43,7 +73,6 @@ class RunFolder:
             raise ValueError(
                 f"--output: {path} holds other things ({', '.join(sorted(others)[:3])}); name a new folder"
             )
-        self.shards = path / SHARDS
 
     def make(self) -> None:
         """Make the folder if it is missing."""
@@ -73,36 +102,34 @@ class RunFolder:
         """Write it; what is kept beside it is written before."""
         self._write(MANIFEST, [json.dumps({"format": FORMAT_VERSION, **values}, indent=1) + "\n"])
 
-    def write_documents(self, documents: Iterable[tuple[Document, int]], skipped: Iterable[Skipped]) -> None:
-        """Keep the documents with their numbers of tokens, and the report of those that are skipped or cut."""
-        self._write(DOCUMENTS, (json.dumps([*_values(document), tokens]) + "\n" for document, tokens in documents))
+    @property
+    def is_finished(self) -> bool:
+        """Whether the result is there."""
+        manifest = self.manifest()
+        return manifest is not None and bool(manifest["finished"])
+
+    def write_skipped(self, skipped: Iterable[Skipped]) -> None:
+        """Keep the report of the documents that are skipped or cut."""
         self._write(SKIPPED, (json.dumps(asdict(skip)) + "\n" for skip in skipped))
 
-    def documents(self) -> list[tuple[Document, int]]:
-        """The documents, with the tokens of each."""
-        with (self.path / DOCUMENTS).open(encoding="utf-8") as lines:
-            return [(Document(*values), tokens) for *values, tokens in map(json.loads, lines)]
+    def shards(self, work: str, identity: Any) -> Shards:
+        """The shards of some work.
 
-    def clear_shards(self) -> None:
-        """Forget what an earlier run left without a manifest."""
-        shutil.rmtree(self.shards, ignore_errors=True)
-        self.shards.mkdir()
-
-    def has(self, index: int) -> bool:
-        """Whether the shard of a batch is there."""
-        return self._shard(index).exists()
-
-    def add(self, index: int, vectors: np.ndarray) -> None:
-        """Keep the vectors of a batch, `(documents, d)` in the order of the batch."""
-        write_atomically(self._shard(index), lambda file: np.save(file, vectors))
+        Args:
+            work (`str`): its name.
+            identity: JSON values, all that its results depend on: shards of anything else lie elsewhere.
+        """
+        digest = hashlib.sha256(json.dumps(identity, sort_keys=True).encode()).hexdigest()
+        return Shards(self.path / SHARDS / f"{work}-{digest[:16]}")
 
     def put_together(
-        self, form: str, windows: Sequence[Sequence[Batch]], documents: Sequence[tuple[Document, int]]
+        self, form: str, shards: Shards, windows: Sequence[Sequence[Batch]], documents: Sequence[tuple[Document, int]]
     ) -> Path:
-        """Write one file of all shards, rows in the order of the documents, and delete what it was made of.
+        """Write one file of all shards, rows in the order of the documents.
 
         Args:
             form (`str`): `"npy"`, with the ids in `ids.jsonl` beside it, or `"parquet"`.
+            shards (`Shards`): the vectors of every batch, `(documents, d)` in the order of the batch.
             windows (`Sequence[Sequence[Batch]]`): the plan; one window is in memory at a time.
             documents (`Sequence[tuple[Document, int]]`): the documents and their tokens.
 
@@ -110,38 +137,31 @@ class RunFolder:
             `Path`: the file.
         """
         path = self.path / VECTORS[form]
-        width = np.load(self._shard(0), mmap_mode="r").shape[1]
+        width = np.load(shards.path(0), mmap_mode="r").shape[1]
         if form == "npy":
             rows = (json.dumps({"id": document.id, "tokens": tokens}) + "\n" for document, tokens in documents)
             self._write(IDS, rows)  # first: where the vectors are, everything is
-            write_atomically(path, lambda file: _write_npy(file, self._rows(windows), (len(documents), width)))
+            write_atomically(path, lambda file: _write_npy(file, _rows(shards, windows), (len(documents), width)))
         else:
-            write_atomically(path, lambda file: _write_parquet(file, self._rows(windows), width, documents))
+            write_atomically(path, lambda file: _write_parquet(file, _rows(shards, windows), width, documents))
         return path
 
     def clean(self) -> None:
         """Delete what a finished run needs no more."""
-        shutil.rmtree(self.shards, ignore_errors=True)
-        (self.path / DOCUMENTS).unlink(missing_ok=True)
-
-    def _rows(self, windows: Sequence[Sequence[Batch]]) -> Iterator[tuple[list[int], np.ndarray]]:
-        """The documents of every window in order, and their vectors."""
-        first = 0
-        for window in windows:
-            order = [index for batch in window for index in batch.documents]
-            vectors = np.concatenate([np.load(self._shard(first + number)) for number in range(len(window))])
-            yield sorted(order), vectors[np.argsort(order)]
-            first += len(window)
-
-    def _shard(self, index: int) -> Path:
-        return self.shards / f"{index:07d}.npy"
+        shutil.rmtree(self.path / SHARDS, ignore_errors=True)
 
     def _write(self, name: str, lines: Iterable[str]) -> None:
         write_atomically(self.path / name, lambda file: file.writelines(line.encode() for line in lines))
 
 
-def _values(document: Document) -> tuple[Any, ...]:
-    return document.id, document.place, document.size
+def _rows(shards: Shards, windows: Sequence[Sequence[Batch]]) -> Iterator[tuple[list[int], np.ndarray]]:
+    """The documents of every window in order, and their vectors."""
+    first = 0
+    for window in windows:
+        order = [index for batch in window for index in batch.documents]
+        vectors = np.concatenate([np.load(shards.path(first + number)) for number in range(len(window))])
+        yield sorted(order), vectors[np.argsort(order)]
+        first += len(window)
 
 
 def _write_npy(file: IO[bytes], rows: Iterable[tuple[list[int], np.ndarray]], shape: tuple[int, int]) -> None:

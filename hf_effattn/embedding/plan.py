@@ -1,6 +1,6 @@
-"""Which documents run together: fixed by their lengths alone, so that a run that was stopped goes on with the same."""
+"""Which documents run together: fixed by their lengths alone, whoever runs them, and when."""
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 
 import numpy as np
@@ -42,6 +42,19 @@ def fitting_runs(lengths: Sequence[int], batch_tokens: int) -> list[tuple[int, i
     return [*runs, (start, len(lengths))] if len(lengths) else runs
 
 
+def neighbours(sizes: Sequence[int], most: int) -> list[list[int]]:
+    """Indices in order, in groups of at most 4,096 whose sizes sum to `most` at most; a larger one is alone."""
+    groups: list[list[int]] = []
+    total = 0
+    for index, size in enumerate(sizes):
+        if not groups or total + size > most or len(groups[-1]) == WINDOW_DOCUMENTS:
+            groups.append([])
+            total = 0
+        groups[-1].append(index)
+        total += size
+    return groups
+
+
 def plan_windows(lengths: Sequence[int], batch_tokens: int) -> list[list[Batch]]:
     """Neighbours in windows of a bounded size, in each window sorted by length into batches.
 
@@ -52,17 +65,8 @@ def plan_windows(lengths: Sequence[int], batch_tokens: int) -> list[list[Batch]]
     Returns:
         `list[list[Batch]]`: the batches of each window; every document is in one.
     """
-    windows: list[list[int]] = [[]]
-    size = 0
-    for index, length in enumerate(lengths):
-        full = size + length > WINDOW_BATCHES * batch_tokens or len(windows[-1]) == WINDOW_DOCUMENTS
-        if windows[-1] and full:
-            windows.append([])
-            size = 0
-        windows[-1].append(index)
-        size += length
     planned = []
-    for window in windows:
+    for window in neighbours(lengths, WINDOW_BATCHES * batch_tokens):
         order = sorted(window, key=lambda index: (lengths[index], index))
         ordered = [lengths[index] for index in order]
         planned.append(
@@ -102,3 +106,29 @@ class Pace:
     def seconds(self, longest: int, tokens: int) -> float:
         """What a batch will take."""
         return (self._at_zero + self._slope * longest) * tokens
+
+
+class Remaining:
+    """The batches that no rank has finished yet, as far as this one knows.
+
+    Args:
+        expected (`dict[int, float]`): the seconds that each will take one rank.
+        documents (`dict[int, int]`): how many each holds.
+        ranks (`int`): that work on them.
+    """
+
+    def __init__(self, expected: dict[int, float], documents: dict[int, int], ranks: int) -> None:
+        self._expected, self._documents, self._ranks = dict(expected), documents, ranks
+        self._seconds, self.documents = sum(expected.values()), sum(documents[index] for index in expected)
+
+    def finish(self, indices: Iterable[int]) -> None:
+        """Count batches as finished; those that were already change nothing."""
+        for index in indices:
+            if index in self._expected:
+                self._seconds -= self._expected.pop(index)
+                self.documents -= self._documents[index]
+
+    @property
+    def seconds(self) -> float:
+        """Until the last is finished, if every rank is as fast as this one."""
+        return max(0.0, self._seconds) / self._ranks

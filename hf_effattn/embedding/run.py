@@ -1,17 +1,18 @@
-"""`embed`: vectors of the documents of a folder or file, resumable after a kill.
+"""`embed`: vectors of the documents of a folder or file, resumable after a kill, by one process or several.
 
 The documents are counted and their lengths taken, so that the plan of batches, and with it every bit of the vectors,
-is fixed before any runs: a run that was stopped and went on ends with the file of an unbroken one (on the same machine
-with as many threads).
+is fixed before any runs: a run that was stopped and went on, or that several ranks share, ends with the file of an
+unbroken one of one process (on machines of the same kind, with as many threads in each process).
 """
 
 import hashlib
 import json
 import time
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import asdict, dataclass, replace
-from functools import cached_property
+from contextlib import contextmanager
+from dataclasses import asdict, dataclass
 from itertools import chain
+from operator import methodcaller
 from pathlib import Path
 from typing import Any
 
@@ -19,32 +20,28 @@ import numpy as np
 import torch
 import transformers
 from filelock import FileLock, Timeout
-from transformers import PreTrainedModel
 
 from ..measuring.candidates import make_candidates
 from ..measuring.cost import timed
-from ..measuring.environment import environment, usable_device
-from ..patching import extend_positions, patch_attention
+from ..measuring.environment import environment
 from ..patching.model_types.stacks import find_stacks
-from ..patching.stored import FIELD, read_stored
 from ..reporting.findings import ERROR_OF
 from ..reporting.numbers import count
-from ..samples.model import TextModel, load_text_model
 from ..version import __version__
 from .choice import exact_method, fastest_method, is_long_enough
 from .documents import Document, Folder, JSONLines, Skipped, UnreadableError, as_shown, open_documents
-from .encoder import Encoder, longest_sequence
-from .kept import LOCK, SKIPPED, VECTORS, RunFolder
+from .kept import LOCK, SKIPPED, VECTORS, RunFolder, Shards
+from .loaded import LoadedModel
 from .options import EmbedOptions
-from .plan import TIMED_AT, Batch, Pace, at_quantiles, plan_windows
-from .pooling import pooling_of, stored_pooling
-from .tokens import Tokens
+from .plan import TIMED_AT, Batch, Pace, Remaining, at_quantiles, neighbours, plan_windows
+from .ranks import Rank
 
-# Tokens of a document that are read where neither the model nor the user names a limit; of chunked documents.
-LONGEST, LONGEST_IN_CHUNKS = 65_536, 2**20
 # Shares of all tokens: how long the documents are that a method is tried on.
 TRIED_AT = (0.5, 0.9)
 SHORTEST_TIMING_SECONDS = 1.0
+COUNTED_BYTES = 2**22  # of documents whose tokens are counted as one piece of work
+# How often rank 0 looks what the others have done, how often they look whether it has begun, and when they say so.
+LISTED_SECONDS, POLLED_SECONDS, SILENT_SECONDS = 5.0, 0.2, 60.0
 
 
 @dataclass
@@ -60,15 +57,22 @@ class Progress:
     advance: Callable[[int, int, str], None]
 
 
-def embed(options: EmbedOptions, progress: Progress) -> Path:
+class _FinishedError(Exception):
+    """Rank 0 has put all together."""
+
+
+def embed(options: EmbedOptions, progress: Progress, rank: Rank | None = None) -> Path | None:
     """Embed the documents, or go on with it.
 
     Args:
         options (`EmbedOptions`): what and how.
-        progress (`Progress`): told before the start how long it will take.
+        progress (`Progress`): told before the start how long it will take; of several ranks only that of rank 0.
+        rank (`Rank`, *optional*): which of the processes this is that call with the same options. Default: the only
+            one.
 
     Returns:
-        `Path`: the file of vectors. Beside it are `ids.jsonl` (of npy), `skipped.jsonl` and the manifest `embed.json`.
+        `Path`, *optional*: the file of vectors. Beside it are `ids.jsonl` (of npy), `skipped.jsonl` and the manifest
+        `embed.json`. None for ranks other than 0: rank 0 writes the file when all have done their part.
 
     Raises:
         ValueError: options that contradict each other, a model that cannot do it, documents longer than it takes, a
@@ -76,128 +80,133 @@ def embed(options: EmbedOptions, progress: Progress) -> Path:
         OSError: no such model, no such documents.
     """
     options.check()
+    rank = rank or Rank()
     source = open_documents(options.documents, options.text_field, options.id_field)
     folder = RunFolder(options.output)
-    run = _Run(options, source, folder, progress)
+    run = _Run(options, source, folder, progress, rank)
     run.check_model()
     folder.make()
+    if not rank.leads:
+        return run.run()
+    with _alone(options.output):
+        return run.run()
+
+
+@contextmanager
+def _alone(output: Path) -> Iterator[None]:
+    """Refuse a second launch into a folder, where its file system has locks.
+
+    Nothing depends on it: files are whole or absent, and what two launches write of the same has the same bits.
+    """
+    lock = FileLock(output / LOCK, timeout=0)
     try:
-        with FileLock(options.output / LOCK, timeout=0):
-            return run.run()
+        lock.acquire()
     except Timeout:
-        raise ValueError(f"--output: another run is writing to {options.output} just now") from None
+        raise ValueError(f"--output: another run is writing to {output} just now") from None
+    except (OSError, NotImplementedError):
+        pass
+    try:
+        yield
+    finally:
+        lock.release()
 
 
 class _Run:
-    """One run; `begun` is its manifest as far as it is known."""
+    """One run, as one rank sees it."""
 
     def __init__(
-        self, options: EmbedOptions, source: Folder | JSONLines, folder: RunFolder, progress: Progress
+        self, options: EmbedOptions, source: Folder | JSONLines, folder: RunFolder, progress: Progress, rank: Rank
     ) -> None:
-        self.options, self.source, self.folder, self.progress = options, source, folder, progress
+        self.options, self.source, self.folder, self.rank = options, source, folder, rank
+        self.loaded = LoadedModel(
+            options, approximates=options.max_error is not None, device=rank.device(options.device)
+        )
+        self.say_as_any_rank = progress.say
+        self.progress = progress if rank.leads else Progress(lambda words: None, lambda done, total, what: None)
 
     def check_model(self) -> None:
         """Raise where the model or the lengths do not serve, before anything is written."""
-        _ = self.encoder, self.most_tokens
+        _ = self.loaded.most_tokens
 
-    def run(self) -> Path:
-        settings = self._asked()
-        begun = self.folder.manifest()
-        if begun is None:
-            self.folder.clear_shards()
-            self.progress.say("Reading the documents.")
-            scanned, skipped = self._scan()
-            self.folder.write_documents(scanned, skipped)
-            begun = {
-                "model": self.options.model,
-                "asked": settings,
-                "error_of": ERROR_OF,
-                "chosen": self._choose(scanned),
-                **_counts(scanned, skipped),
-            }
-            self.folder.write_manifest(**begun, finished=False)
-        else:
-            _check_same(begun["asked"], settings, self.options.output)
-            begun.pop("format")
-            if begun.pop("finished"):
-                self.folder.clean()
-                self.progress.say(f"{self.options.output} is finished already; delete it to start anew.")
-                return self.options.output / VECTORS[self.options.form]
-            self.progress.say("Going on with what an earlier run left.")
-        documents = self.folder.documents()
-        self._prepare(begun["chosen"], documents)
-        windows = plan_windows([tokens for _, tokens in documents], self.options.batch_tokens)
-        seconds = self._embed(list(chain.from_iterable(windows)), documents)
-        path = self.folder.put_together(self.options.form, windows, documents)
-        self.folder.write_manifest(**begun, finished=True, environment=environment(self.model.device), seconds=seconds)
-        self.folder.clean()
+    def run(self) -> Path | None:
+        try:
+            path = self._run()
+            is_finished = self.rank.leads or self.folder.is_finished
+        except (_FinishedError, FileNotFoundError):
+            # Rank 0 finished meanwhile, and deleted the shards.
+            if self.rank.leads or not self.folder.is_finished:
+                raise
+            path, is_finished = None, True
+        if is_finished:
+            self.folder.clean()
         return path
 
-    @cached_property
-    def _loaded(self) -> TextModel:
-        device = usable_device(self.options.device)
-        loaded = load_text_model(self.options.model, self.options.dtype)
-        if getattr(loaded.model.config, "is_encoder_decoder", False):
-            raise ValueError(
-                f"{type(loaded.model).__name__} is an encoder with a decoder: name an encoder or a decoder alone"
-            )
-        stored = getattr(loaded.model.config, FIELD, None)
-        if stored is not None:
-            settings, _ = read_stored(stored)
-            if settings.needs_fine_tuning and (self.options.method or self.options.max_error):
-                raise ValueError(
-                    f'the model is a conversion to "{settings.method}", fine-tuned as one: leave --method and '
-                    "--max-error out"
-                )
-            if self.options.method is None and self.options.max_error is None:
-                loaded = load_text_model(self.options.model, self.options.dtype, patched=True)
-        loaded.model.to(device)
-        return loaded
+    def _run(self) -> Path | None:
+        asked = self._asked()
+        begun = self._begun(asked)
+        if begun is None:
+            self.progress.say("Reading the documents.")
+        elif begun["finished"]:
+            self.progress.say(f"{self.options.output} is finished already; delete it to start anew.")
+            return self.options.output / VECTORS[self.options.form] if self.rank.leads else None
+        else:
+            self.progress.say("Going on with what an earlier run left.")
+        documents, skipped = self._count(asked)
+        if begun is None:
+            begun = self._begin(asked, documents, skipped) if self.rank.leads else self._await_begin(asked)
+        self._prepare(begun["chosen"], documents)
+        windows = plan_windows([tokens for _, tokens in documents], self.options.batch_tokens)
+        shards = self.folder.shards("vectors", [asked, begun["chosen"]])
+        seconds = self._embed(shards, list(chain.from_iterable(windows)), documents)
+        if not self.rank.leads:
+            return None
+        path = self.folder.put_together(self.options.form, shards, windows, documents)
+        done = {"finished": True, "environment": environment(self.loaded.model.device), "seconds": seconds}
+        self.folder.write_manifest(**begun | done)
+        return path
 
-    @property
-    def model(self) -> PreTrainedModel:
-        return self._loaded.model
+    def _begun(self, asked: dict[str, Any]) -> dict[str, Any] | None:
+        """The manifest of the run, None where it was not begun; another run's is an error."""
+        begun = self.folder.manifest()
+        if begun is not None:
+            _check_same(begun["asked"], asked, self.options.output)
+            del begun["format"]
+        return begun
 
-    @cached_property
-    def encoder(self) -> Encoder:
-        loaded, mode = self._loaded, self.options.pooling
-        pooling = (
-            stored_pooling(self.options.model, mode) if loaded.around is None else pooling_of(loaded.around, mode)
-        )
-        for layer in (*pooling.before, *pooling.layers):
-            layer.to(loaded.model.device, loaded.model.dtype)
-        normalize = pooling.normalize if self.options.normalize is None else self.options.normalize
-        if self.options.normalize:
-            pooling = replace(pooling, normalize=False)  # what is cut gets its length afterwards
-        return Encoder(loaded.model, loaded.tokenizer, pooling, normalize, self.options.batch_tokens)
+    def _begin(
+        self, asked: dict[str, Any], documents: Sequence[tuple[Document, int]], skipped: Sequence[Skipped]
+    ) -> dict[str, Any]:
+        begun = {
+            "model": self.options.model,
+            "asked": asked,
+            "error_of": ERROR_OF,
+            "chosen": self._choose(documents),
+            **_counts(documents, skipped),
+            "finished": False,
+        }
+        self.folder.write_manifest(**begun)
+        return begun
 
-    @cached_property
-    def tokens(self) -> Tokens:
-        prompt = self.options.prompt
-        return Tokens(self.encoder.tokenizer, self.encoder.pooling.document_prompt if prompt is None else prompt)
+    def _await_begin(self, asked: dict[str, Any]) -> dict[str, Any]:
+        """The manifest, once rank 0 has written it: what it measures is not the same twice."""
+        start, told = time.monotonic(), False
+        while (begun := self._begun(asked)) is None:
+            if not told and time.monotonic() - start > SILENT_SECONDS:
+                told = True
+                self.say_as_any_rank(f"Rank {self.rank.number} waits for rank 0, which chooses the method.")
+            time.sleep(POLLED_SECONDS)
+        if begun["finished"]:
+            raise _FinishedError
+        return begun
 
-    @cached_property
-    def limit(self) -> int | None:
-        """The tokens that the model takes as it was loaded."""
-        return longest_sequence(self.model, self.encoder.tokenizer)
-
-    @cached_property
-    def most_tokens(self) -> int:
-        """The tokens of a document that are read, special ones included."""
-        options, limit = self.options, self.limit
-        if options.chunk is not None:
-            if limit is not None and options.chunk > limit:
-                raise ValueError(f"--chunk {options.chunk} is longer than the {limit:,} tokens that the model takes")
-            self.tokens.own_tokens(options.chunk)
-            return options.max_length or LONGEST_IN_CHUNKS
-        if options.extend_positions:
-            return options.max_length or LONGEST
-        if options.max_length is not None and limit is not None and options.max_length > limit:
-            raise ValueError(
-                f"--max-length {options.max_length} is longer than the {limit:,} tokens that the model takes: add "
-                "--extend-positions, or divide the documents with --chunk"
-            )
-        return options.max_length or limit or LONGEST
+    def _todo(self, shards: Shards, pieces: Sequence[int]) -> Iterator[int]:
+        """The pieces that have no shard when their turn comes."""
+        for index in pieces:
+            if shards.has(index):
+                continue
+            if not self.rank.leads and self.folder.is_finished:
+                raise _FinishedError
+            yield index
 
     def _asked(self) -> dict[str, Any]:
         """What must be the same for a run to go on: the options, the weights and words of the model, the documents."""
@@ -205,20 +214,20 @@ class _Run:
         options = {
             name: value for name, value in asdict(self.options).items() if name not in ("model", "documents", "output")
         }
-        vocabulary = json.dumps(sorted(self.encoder.tokenizer.get_vocab().items())).encode()
-        pooling = self.encoder.pooling
+        vocabulary = json.dumps(sorted(self.loaded.encoder.tokenizer.get_vocab().items())).encode()
+        pooling = self.loaded.encoder.pooling
         layers = [layer.state_dict() for layer in (*pooling.before, *pooling.layers)]
         versions = {"hf_effattn": __version__, "torch": torch.__version__, "transformers": transformers.__version__}
         return json.loads(
             json.dumps(
                 {
                     **options,
-                    "device": self.model.device.type,
-                    "weights": _digest([self.model.state_dict(), *layers]),
+                    "device": self.loaded.model.device.type,
+                    "weights": _digest([self.loaded.model.state_dict(), *layers]),
                     "vocabulary": hashlib.sha256(vocabulary).hexdigest(),
                     "stored pooling": [
                         pooling.mode,
-                        self.encoder.normalize,
+                        self.loaded.encoder.normalize,
                         pooling.truncate_dim,
                         pooling.document_prompt,
                     ],
@@ -228,34 +237,53 @@ class _Run:
             )
         )
 
-    def _scan(self) -> tuple[list[tuple[Document, int]], list[Skipped]]:
+    def _count(self, asked: dict[str, Any]) -> tuple[list[tuple[Document, int]], list[Skipped]]:
         """The documents with the tokens of each, and what is skipped or cut."""
-        most, options = self.most_tokens, self.options
+        listed = list(self.source.documents())
+        found = [document for document in listed if isinstance(document, Document)]
+        pieces = neighbours([document.size for document in found], COUNTED_BYTES)
+        sizes = [sum(found[index].size for index in piece) for piece in pieces]
+        shards = self.folder.shards("counts", asked)
+        for piece in self._todo(shards, list(chain(*self.rank.shares(sizes)))):
+            counted = json.dumps([self._tokens_of(found[index]) for index in pieces[piece]]).encode()
+            shards.add(piece, methodcaller("write", counted))
+        counts = [counted for piece in range(len(pieces)) for counted in json.loads(shards.path(piece).read_bytes())]
+        if len(counts) != len(found):
+            raise ValueError("the documents were changed during the run: delete the output and start anew")
         documents, skipped, cut = [], [], 0
-        for document in self.source.documents():
+        counted_tokens = iter(counts)
+        for document in listed:
             if isinstance(document, Skipped):
                 skipped.append(document)
                 continue
-            try:
-                sequence, is_cut = self.tokens.sequence(self.source.pieces(document), most)
-            except UnreadableError as error:
-                skipped.append(Skipped(document.id, "skipped", str(error)))
-                continue
-            if len(sequence) == self.tokens.fewest:
-                skipped.append(Skipped(document.id, "skipped", "empty"))
-                continue
-            if is_cut:
-                cut += 1
-                skipped.append(Skipped(document.id, "cut", f"only its first {most:,} tokens are read"))
-            documents.append((document, len(sequence)))
+            tokens, why = next(counted_tokens)
+            if tokens:
+                documents.append((document, tokens))
+                cut += bool(why)
+            if why:
+                skipped.append(Skipped(document.id, "cut" if tokens else "skipped", why))
+        self._tell(documents, skipped, cut)
+        return documents, skipped
+
+    def _tokens_of(self, document: Document) -> tuple[int, str]:
+        """The tokens of a document that are read, 0 where it is skipped; and why it is skipped or cut."""
+        try:
+            sequence, is_cut = self.loaded.sequence(self.source.pieces(document))
+        except UnreadableError as error:
+            return 0, str(error)
+        if len(sequence) == self.loaded.tokens.fewest:
+            return 0, "empty"
+        return len(sequence), f"only its first {self.loaded.most_tokens:,} tokens are read" if is_cut else ""
+
+    def _tell(self, documents: Sequence[tuple[Document, int]], skipped: Sequence[Skipped], cut: int) -> None:
+        """Write and say what is skipped or cut; raise where nothing is left, and where nobody asked for a cut."""
+        output, most = self.options.output, self.loaded.most_tokens
+        if self.rank.leads:
+            self.folder.write_skipped(skipped)
         if not documents:
-            self.folder.write_documents(documents, skipped)
-            why = (
-                f": {options.output / SKIPPED} says why ({len(skipped):,} skipped)" if skipped else ", nothing at all"
-            )
-            raise ValueError(f"{options.documents} has no document to embed{why}")
-        allowed = options.max_length or options.extend_positions or options.chunk or self.limit is None
-        if cut and not allowed:
+            why = f": {output / SKIPPED} says why ({len(skipped):,} skipped)" if skipped else ", nothing at all"
+            raise ValueError(f"{self.options.documents} has no document to embed{why}")
+        if cut and not self.loaded.cuts:
             first = next(skip for skip in skipped if skip.what == "cut")
             raise ValueError(
                 f"{cut:,} of {len(documents):,} documents have more than the {most:,} tokens that the model takes "
@@ -263,105 +291,119 @@ class _Run:
                 f"takes the mean of chunks, --max-length {most} cuts"
             )
         if len(skipped) > cut:
-            self.progress.say(f"{count(len(skipped) - cut, 'document')} skipped: {options.output / SKIPPED} says why.")
+            self.progress.say(f"{count(len(skipped) - cut, 'document')} skipped: {output / SKIPPED} says why.")
         if cut:
-            self.progress.say(
-                f"{count(cut, 'document')} cut at {most:,} tokens: {options.output / SKIPPED} names them."
-            )
-        return documents, skipped
+            self.progress.say(f"{count(cut, 'document')} cut at {most:,} tokens: {output / SKIPPED} names them.")
 
     def _sequences(self, document: Document, tokens: int) -> list[list[int]]:
         """The token ids of a document, in chunks where it is divided."""
         try:
-            sequence, _ = self.tokens.sequence(self.source.pieces(document), self.most_tokens)
+            sequence, _ = self.loaded.sequence(self.source.pieces(document))
         except UnreadableError:
             sequence = []
         if len(sequence) != tokens:
             raise ValueError(f"{as_shown(document.id)} was changed during the run: delete the output and start anew")
-        return [sequence] if self.options.chunk is None else self.tokens.chunks(sequence, self.options.chunk)
-
-    def _extend(self, documents: Sequence[tuple[Document, int]]) -> None:
-        longest = max(tokens for _, tokens in documents)
-        if self.options.extend_positions and self.limit is not None and longest > self.limit:
-            extend_positions(self.model, longest)
+        return self.loaded.divided(sequence)
 
     def _choose(self, documents: Sequence[tuple[Document, int]]) -> dict[str, Any] | None:
         """The method of the run, with its settings; None for the model's own."""
+        model = self.loaded.model
         if self.options.max_error is None:
-            return self.options.method or exact_method(self.model)
-        self._extend(documents)
+            return self.options.method or exact_method(model)
         counts = [tokens for _, tokens in documents]
+        self.loaded.extend(max(counts))
         lengths = [min(tokens, self.options.chunk or tokens) for tokens in counts]
-        if not is_long_enough(max(lengths), self.model):
+        if not is_long_enough(max(lengths), model):
             return None
         tried = [
             self._sequences(*documents[index])[0]
             for index in at_quantiles(lengths, counts, TRIED_AT)
-            if is_long_enough(lengths[index], self.model)
+            if is_long_enough(lengths[index], model)
         ] or [self._sequences(*documents[int(np.argmax(lengths))])[0]]
         longest = max(map(len, tried))
         self.progress.say(f"Measuring the methods on {len(tried)} of the longer texts, of up to {longest:,} tokens.")
-        return fastest_method(self.model, tried, self.options.max_error, self.progress.advance)
+        return fastest_method(model, tried, self.options.max_error, self.progress.advance)
 
     def _prepare(self, chosen: dict[str, Any] | None, documents: Sequence[tuple[Document, int]]) -> None:
         """The model as the documents need it."""
-        self._extend(documents)
+        self.loaded.extend(max(tokens for _, tokens in documents))
         if chosen is None:
             if self.options.max_error is not None:
                 self.progress.say("No method is faster within --max-error: exact attention.")
             return
-        settings = {name: value for name, value in chosen.items() if name != "hidden_error"}
-        patch_attention(self.model, **settings)
-        kinds = {stack.causal for stack in find_stacks(self.model)}
+        settings = self.loaded.patch(chosen)
+        kinds = {stack.causal for stack in find_stacks(self.loaded.model)}
         error = f", error {chosen['hidden_error']:.3f}" if "hidden_error" in chosen else ""
         self.progress.say(f"Attention: {make_candidates([settings], kinds=kinds)[0].label}{error}.")
 
-    def _embed(self, batches: Sequence[Batch], documents: Sequence[tuple[Document, int]]) -> float:
+    def _embed(self, shards: Shards, batches: Sequence[Batch], documents: Sequence[tuple[Document, int]]) -> float:
         """Run the batches that have no shard yet; first some that tell how long the others will take."""
-        missing = [index for index in range(len(batches)) if not self.folder.has(index)]
-        lengths = [min(batches[index].longest, self.options.chunk or batches[index].longest) for index in missing]
-        tokens = [batches[index].tokens for index in missing]
-        first = at_quantiles(lengths, tokens, TIMED_AT) if missing else []
-        if first:
-            longest = max(lengths[place] for place in first)
-            self.progress.say(f"Timing {len(first)} of {len(missing):,} batches, of up to {longest:,} tokens a text.")
-        timings = [
-            self._timed(missing[place], batches, documents, again=number == 0) for number, place in enumerate(first)
-        ]
-        done = sum(len(batch.documents) for index, batch in enumerate(batches) if self.folder.has(index))
-        if not missing:
-            return 0.0
-        pace = Pace([lengths[place] for place in first], [tokens[place] for place in first], timings)
-        left = {
-            index: pace.seconds(lengths[place], tokens[place])
-            for place, index in enumerate(missing)
-            if place not in first
-        }
-        total, spent = len(documents), sum(timings)
-        rest_takes = f"the other {total - done:,} take about {duration(sum(left.values()))} on {self.model.device}"
-        self.progress.say(
-            f"{count(total, 'document')}, {sum(batch.tokens for batch in batches):,} tokens, the longest "
-            f"{max(batch.longest for batch in batches):,}: {done:,} are done{', ' + rest_takes if left else ''}."
+        present = shards.present()
+        own, others = (
+            [index for index in share if index not in present]
+            for share in self.rank.shares([batch.tokens * batch.longest for batch in batches])
         )
-        start, predicted, rest = time.perf_counter(), 0.0, sum(left.values())
-        for index, expected in left.items():
-            self._timed(index, batches, documents)
-            predicted, rest = predicted + expected, rest - expected
-            done += len(batches[index].documents)
-            slower = (time.perf_counter() - start) / predicted if predicted else 1.0
-            self.progress.advance(done, total, f"documents, about {duration(max(0.0, rest * slower))} left")
-        return spent + time.perf_counter() - start
+        if not own and not others:
+            return 0.0
+        lengths = [min(batch.longest, self.options.chunk or batch.longest) for batch in batches]
+        tokens = [batch.tokens for batch in batches]
+        among = own or others
+        quantiles = at_quantiles([lengths[index] for index in among], [tokens[index] for index in among], TIMED_AT)
+        first, start = [among[place] for place in quantiles], time.perf_counter()
+        missing = f"{len(own) + len(others):,} batches"
+        longest = max(lengths[index] for index in first)
+        self.progress.say(f"Timing {len(first)} of {missing}, of up to {longest:,} tokens a text.")
+        timings = [
+            self._timed(shards, index, batches, documents, again=number == 0) for number, index in enumerate(first)
+        ]
+        pace = Pace([lengths[index] for index in first], [tokens[index] for index in first], timings)
+        expected = {index: pace.seconds(lengths[index], tokens[index]) for index in (*own, *others)}
+        sizes = {index: len(batches[index].documents) for index in expected}
+        remaining = Remaining(expected, sizes, self.rank.ranks)
+        remaining.finish(shards.present())
+        total, left = len(documents), remaining.documents
+        where = str(self.loaded.model.device) + (f" in {self.rank.ranks} processes" if self.rank.ranks > 1 else "")
+        self.progress.say(
+            f"{count(total, 'document')}, {sum(tokens):,} tokens, the longest "
+            f"{max(batch.longest for batch in batches):,}: {total - left:,} are done"
+            + (f", the other {left:,} take about {duration(remaining.seconds)} on {where}." if left else ".")
+        )
+        began, listed, predicted = time.perf_counter(), time.monotonic(), 0.0
+        for index in self._todo(shards, [*own, *others]):
+            self._timed(shards, index, batches, documents)
+            predicted += expected[index]
+            remaining.finish([index])
+            if self.rank.ranks > 1 and time.monotonic() - listed > LISTED_SECONDS:
+                listed = time.monotonic()
+                remaining.finish(shards.present())
+            slower = (time.perf_counter() - began) / predicted if predicted else 1.0
+            self._advance(remaining, slower, total)
+        if remaining.documents:  # other ranks finished them
+            remaining.finish(expected)
+            self._advance(remaining, 1.0, total)
+        return time.perf_counter() - start
+
+    def _advance(self, remaining: Remaining, slower: float, total: int) -> None:
+        left = duration(remaining.seconds * slower)
+        self.progress.advance(total - remaining.documents, total, f"documents, about {left} left")
 
     def _timed(
-        self, index: int, batches: Sequence[Batch], documents: Sequence[tuple[Document, int]], again: bool = False
+        self,
+        shards: Shards,
+        index: int,
+        batches: Sequence[Batch],
+        documents: Sequence[tuple[Document, int]],
+        again: bool = False,
     ) -> float:
         """Run a batch and keep its vectors; the seconds it took, of a second time where the first was short."""
 
         def run() -> np.ndarray:
-            return self.encoder.encode([self._sequences(*documents[number]) for number in batches[index].documents])
+            sequences = [self._sequences(*documents[number]) for number in batches[index].documents]
+            return self.loaded.encoder.encode(sequences)
 
+        device = self.loaded.model.device
         try:
-            vectors, seconds = timed(run, self.model.device)
+            vectors, seconds = timed(run, device)
         except RuntimeError as error:
             if "memory" not in str(error):
                 raise
@@ -370,12 +412,12 @@ class _Run:
                 f"not fit into memory ({str(error).splitlines()[0]}): lower --batch-tokens or --max-length, or --chunk"
             ) from None
         if again and seconds < SHORTEST_TIMING_SECONDS:  # the first call of all is slower
-            _, seconds = timed(run, self.model.device)
+            _, seconds = timed(run, device)
         if not np.isfinite(vectors).all():
             row = int(np.argmin(np.isfinite(vectors).all(axis=1)))
             name = as_shown(documents[batches[index].documents[row]][0].id)
             raise ValueError(f"the vector of {name} is not finite in {self.options.dtype}: try float32")
-        self.folder.add(index, vectors)
+        shards.add(index, lambda file: np.save(file, vectors))
         return seconds
 
 

@@ -1,9 +1,9 @@
 """`effattn embed`: the vectors are the model's, whatever the documents, and a stopped run ends as an unbroken one."""
 
+import errno
 import json
 import random
 import sys
-import time
 from functools import cache
 
 import numpy as np
@@ -20,12 +20,10 @@ import hf_effattn
 from hf_effattn.cli import app
 from hf_effattn.embedding import kept, run
 from hf_effattn.reporting.findings import Findings
-from scripts.reliability._children import Child
 
 runner = CliRunner()
 LENGTHS = [3, 40, 12, 61, 7, 25, 1, 33]
 LONG = [400, 90, 700, 64]
-LONGEST_WAIT_SECONDS = 120
 
 
 @pytest.fixture(scope="module")
@@ -313,16 +311,16 @@ def stop_at_write(number, moment, write):
     """A stand-in for the writing of files that stops before or after the file takes its place."""
     remaining = number
 
-    def write_or_stop(path, fill):
+    def write_or_stop(path, fill, **how):
         nonlocal remaining
         remaining -= 1
         if remaining < 0:
             if moment == "after":
-                write(path, fill)
+                write(path, fill, **how)
             else:
                 path.with_name(path.name + kept.PART).write_bytes(b"half of")
             raise StoppedError
-        write(path, fill)
+        write(path, fill, **how)
 
     return write_or_stop
 
@@ -353,7 +351,7 @@ def test_a_run_that_stops_at_any_write_goes_on_to_the_same_file(
         for name, content in expected.items():
             assert (output / name).read_bytes() == content, (stops, name)
     shards = 4
-    assert stops == shards + (6 if form == "npy" else 5)  # documents, skipped, manifest; ids, vectors, manifest
+    assert stops == shards + (6 if form == "npy" else 5)  # counts, skipped, manifest; ids, vectors, manifest
 
 
 def test_a_run_with_other_options_is_refused_in_words(encoder, documents, tmp_path):
@@ -425,6 +423,14 @@ def test_two_runs_into_one_folder_are_refused(encoder, documents, tmp_path):
     assert embed(encoder, documents, tmp_path / "out").exit_code == 0
 
 
+def test_a_file_system_without_locks_serves_too(encoder, documents, tmp_path, monkeypatch):
+    def no_lock(lock):
+        raise OSError(errno.ENOLCK, "No locks available")
+
+    monkeypatch.setattr(FileLock, "acquire", no_lock)
+    embedded(encoder, documents, tmp_path / "out")
+
+
 def test_documents_that_change_meanwhile_stop_the_run(encoder, documents, tmp_path, monkeypatch):
     plan = run.plan_windows
 
@@ -440,38 +446,11 @@ def test_documents_that_change_meanwhile_stop_the_run(encoder, documents, tmp_pa
 
 @pytest.mark.parametrize("terminal", [True, False])
 def test_an_interruption_says_how_to_go_on(terminal, encoder, documents, tmp_path, monkeypatch):
-    def stop(self, index, vectors):
+    def stop(self, index, write):
         raise KeyboardInterrupt
 
-    monkeypatch.setattr(kept.RunFolder, "add", stop)
+    monkeypatch.setattr(kept.Shards, "add", stop)
     monkeypatch.setattr("hf_effattn.cli.embedding.lines_of_progress", lambda: None if terminal else print)
     result = embed(encoder, documents, tmp_path / "out")
     assert result.exit_code == 130
     assert "the same command goes on from here" in result.stderr
-
-
-def begin(arguments, folder):
-    """Forked from this process: starts and imports are nine tenths of the time of a run."""
-    return Child(lambda: app(["embed", *map(str, arguments)], standalone_mode=False), folder / "said")
-
-
-def test_a_killed_run_goes_on_to_the_same_bits(encoder, tmp_path):
-    documents = save_documents(tmp_path / "documents", [1 + 7 * n % 60 for n in range(120)])
-    options = ["--batch-tokens", "64"]
-    assert embed(encoder, documents, tmp_path / "whole", *options).exit_code == 0
-    output = tmp_path / "killed"
-    child = begin([encoder, documents, "--output", output, *options], tmp_path)
-    shards, begun = output / "shards", time.monotonic()
-    while not shards.is_dir() or sum(1 for _ in shards.glob("*.npy")) < 5:
-        assert child.process.is_alive(), child.said.read_text()
-        assert time.monotonic() - begun < LONGEST_WAIT_SECONDS
-        time.sleep(0.001)
-    assert child.kill(after=0)
-    left = {path: path.stat().st_mtime_ns for path in shards.glob("*.npy")}
-    assert len(left) >= 5
-    assert not (output / "vectors.npy").exists()
-    result = embed(encoder, documents, output, *options)
-    assert result.exit_code == 0, result.output
-    assert "Going on" in result.stderr
-    assert (output / "vectors.npy").read_bytes() == (tmp_path / "whole" / "vectors.npy").read_bytes()
-    assert (output / "ids.jsonl").read_bytes() == (tmp_path / "whole" / "ids.jsonl").read_bytes()
