@@ -6,7 +6,9 @@ import pytest
 import torch
 import torch.nn.functional as F
 from support.closeness import assert_close_to_reference
+from support.products import product_dtypes
 
+from hf_effattn.ops.shared import precision
 from hf_effattn.patching.methods.cst.attention import (
     Slicing,
     first_and_last_tokens,
@@ -109,6 +111,23 @@ def test_causal_forms_never_look_ahead(form, ratio):
         after = run(*changed)
         assert torch.equal(after[:, :, :t], before[:, :, :t])
         assert not torch.equal(after[:, :, t], before[:, :, t])
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=str)
+@pytest.mark.parametrize("causal", [False, True])
+def test_products_are_in_float32_where_a_processor_has_no_others(causal, dtype, monkeypatch):
+    monkeypatch.setattr(precision, "CPU_MULTIPLIES_BFLOAT16", False)
+    tensors = [tensor.to(dtype).requires_grad_() for tensor in rows()]
+    with product_dtypes() as dtypes:
+        output = merged_attention(*tensors, Slicing(slice_length=L, causal=causal))
+        output.sum().backward()
+        if causal:
+            last = [tensor.detach() for tensor in (tensors[0][:, :, -1:], *tensors[1:])]
+            after = merged_over_cache(*last, None, Slicing(slice_length=L, causal=True))
+            torch.testing.assert_close(after, output[:, :, -1:], rtol=0, atol=2e-2)
+            assert after.dtype == dtype
+    assert output.dtype == dtype
+    assert set(dtypes) == {torch.float32}
 
 
 @pytest.mark.parametrize("causal", [False, True])

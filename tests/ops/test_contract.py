@@ -23,13 +23,14 @@ from support.op_cases import (
     to_dtype,
     with_gradients,
 )
+from support.products import product_dtypes
 from torch.fx.experimental.proxy_tensor import make_fx
 
 from hf_effattn.measuring.cost import peak_memory_added
 from hf_effattn.ops.bi_clustered_attention import reference as bi_clustered_reference
 from hf_effattn.ops.causal_clustered_attention import batched as causal
 from hf_effattn.ops.causal_clustered_attention import segment_batches
-from hf_effattn.ops.shared import cluster_table, precision, row_chunks
+from hf_effattn.ops.shared import cluster_table, gradients, precision, row_chunks
 from hf_effattn.ops.sorted_block_attention import batched as sorted_blocks
 
 BACKENDS = ("reference", "batched")
@@ -89,6 +90,20 @@ def test_low_precision_is_as_good_as_plain_pytorch(op, case, dtype, by_instructi
             # Ours are the same numbers in torch 2.6 and 2.13; plain PyTorch happens to be closer in 2.6.
             factor = 2.0 if parse(torch.__version__) >= parse("2.7") else 3.0
             assert_close_to_reference(name, actual, expected[name], baseline[name], rtol=1e-6, factor=factor)
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=str)
+@each(OPS, lambda op: op.typical[:1], quick)
+def test_products_are_in_float32_where_a_processor_has_no_others(op, case, dtype, monkeypatch):
+    """In bfloat16 they would take some 30 times as long."""
+    monkeypatch.setattr(precision, "CPU_MULTIPLIES_BFLOAT16", False)
+    monkeypatch.setattr(gradients, "is_followed", lambda arguments: False)  # what runs inside of the op is seen
+    options = {"dropout_p": 0.3} if op in ATTENTION else {}
+    if op is CLUSTERED[2]:
+        options["exact_heads"] = torch.tensor([[True, False], [False, True]])
+    with product_dtypes() as dtypes:
+        op.call(case, op.make(case, dtype), backend="batched", **options)
+    assert set(dtypes) == {torch.float32}
 
 
 @each([op for op in OPS if op.small is not None], lambda op: [op.small])

@@ -12,7 +12,7 @@ import torch
 import torch.nn.functional as F
 
 from ..shared.dropout import exact_dropout_rows
-from ..shared.precision import accumulation_dtype
+from ..shared.precision import accumulation_dtype, product_dtype
 from ..shared.row_chunks import CHUNK_BYTES, RowChunk
 from ..shared.tables import chunks_of
 from .reference import Inputs
@@ -86,8 +86,9 @@ def attend_exactly(part: ExactPart, x: Inputs) -> tuple[torch.Tensor, torch.Tens
             return F.scaled_dot_product_attention(q, k, v, scale=x.scale).flatten(1, 2), None
         output, log_sum = FLASH(q, k, v, 0.0, False, scale=x.scale)
         return output.flatten(1, 2), log_sum.flatten(1, 2)[..., None]
+    v = chunk.keys(x.value)[0].to(product_dtype(x.value))
     pieces = [
-        (weights if factor is None else weights * factor).to(x.value.dtype) @ chunk.keys(x.value)[0]
+        (weights if factor is None else weights * factor).to(v.dtype) @ v
         for _, weights, factor in _weights(chunk, x)
     ]
     return torch.cat(pieces)[None], None

@@ -28,6 +28,11 @@ def product_dtype(rows: torch.Tensor) -> torch.dtype:
     return torch.float32 if slow or rows.dtype == torch.float16 else rows.dtype
 
 
+def fast_dtype(rows: torch.Tensor) -> torch.dtype:
+    """What rows are multiplied in where nothing overflows: their own dtype, on a CPU `product_dtype`."""
+    return product_dtype(rows) if rows.device.type == "cpu" else rows.dtype
+
+
 def autocasts(device_type: str) -> bool:
     """Whether autocast is on for a kind of device; some have none."""
     try:

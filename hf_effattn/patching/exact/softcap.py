@@ -13,7 +13,7 @@ import torch
 import torch.nn.functional as F
 
 from ...ops.derivatives import learns
-from ...ops.shared.precision import accumulation_dtype, split_scale
+from ...ops.shared.precision import accumulation_dtype, fast_dtype, split_scale
 from .query_chunks import in_query_chunks
 from .windows import IN_BLOCKS, keys_beside_block
 
@@ -51,7 +51,8 @@ def attend_with_softcap(
         causal (`bool`): whether the future is hidden, beside a mask of keys or none; the window of a mask of blocks
             then reaches backwards only.
     """
-    scale = query.shape[3] ** -0.5 if scale is None else scale
+    scale, dtype = query.shape[3] ** -0.5 if scale is None else scale, value.dtype
+    query, key, value = (rows.to(fast_dtype(rows)) for rows in (query, key, value))
     run = partial(_attend, key=key, value=value, softcap=softcap, scale=scale, dropout=dropout)
     if mask is not None and mask.ndim == IN_BLOCKS:
         L, sides = mask.shape[3], keys_beside_block(mask, causal)
@@ -64,7 +65,7 @@ def attend_with_softcap(
     else:
         attend = partial(_of_rows, run, partial(_seen, mask, causal, key.shape[2]))
         output = in_query_chunks(attend, query, key.shape[2], ROWS)
-    return output.transpose(1, 2).contiguous()
+    return output.transpose(1, 2).to(dtype).contiguous()
 
 
 # From the place of the first of some queries and their number: the slice of keys that they see, and the mask of these,

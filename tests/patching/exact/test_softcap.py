@@ -5,10 +5,12 @@ from typing import Any
 
 import pytest
 import torch
+from support.products import product_dtypes
 from support.tiny_decoders import FULL, MODELS, left_padded, make_model, tokens
 from transformers import StaticCache
 
 import hf_effattn
+from hf_effattn.ops.shared import precision
 from hf_effattn.patching.exact import softcap
 from hf_effattn.patching.exact.reference import exact_weights
 from hf_effattn.patching.exact.softcap import attend_with_softcap
@@ -183,6 +185,19 @@ def test_values_gradients_and_weights(mask: str, rows: int, attended: list[tuple
     query, key, value = leaves
     weights = exact_weights(query, key, plain, None, causal=False, softcap=2.0)
     torch.testing.assert_close((weights @ value.repeat_interleave(2, 1)).transpose(1, 2), expected)
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=str)
+def test_products_are_in_float32_where_a_processor_has_no_others(
+    dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(precision, "CPU_MULTIPLIES_BFLOAT16", False)
+    leaves = [tensor.requires_grad_() for tensor in drawn(dtype)]
+    with product_dtypes() as dtypes:
+        output = attend_with_softcap(*leaves, None, softcap=2.0, scale=None, dropout=0.0, causal=True)
+        output.sum().backward()
+    assert output.dtype == dtype
+    assert set(dtypes) == {torch.float32}
 
 
 def test_backward_through_vmap() -> None:

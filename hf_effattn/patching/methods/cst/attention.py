@@ -17,7 +17,7 @@ import torch.nn.functional as F
 
 from ....ops import slice_attention
 from ....ops.shared.graphs import in_a_graph
-from ....ops.shared.precision import accumulation_dtype, product_dtype
+from ....ops.shared.precision import accumulation_dtype, fast_dtype, product_dtype
 from ....ops.slice_attention import extension_tokens
 
 Projected = tuple[torch.Tensor, torch.Tensor, torch.Tensor]
@@ -176,8 +176,8 @@ def merged_attention(
     distance = own_slice[:, None] - torch.arange(slices.key.shape[2], device=query.device)
     scores, visible = slices.scores(coarse_query * scale, (distance if causal else distance.abs()) > whole)
     scores = scores.to(local_lse.dtype)
-    weights = F.dropout(scores.softmax(dim=-1).to(value.dtype), how.dropout_p)
-    coarse = weights @ slices.value  # (B, H, N or S, Dv)
+    weights = F.dropout(scores.softmax(dim=-1).to(fast_dtype(value)), how.dropout_p)
+    coarse = (weights @ slices.value.to(weights.dtype)).to(value.dtype)  # (B, H, N or S, Dv)
     coarse_lse = scores.logsumexp(dim=-1).masked_fill(~visible.any(dim=-1), -torch.inf)
     if not causal:
         coarse, coarse_lse = coarse.index_select(2, of_token), coarse_lse.index_select(2, of_token)
@@ -243,8 +243,10 @@ def merged_over_cache(
     )
     scores = scores.masked_fill(~near[:, None], torch.finfo(scores.dtype).min)
     weights = torch.cat([scores, coarse], dim=3).softmax(dim=3, dtype=accumulation_dtype(query.dtype))
-    near_weights, coarse_weights = weights.to(value.dtype).split([M, coarse.shape[3]], dim=3)
-    return near_weights @ value.masked_fill(~token[:, None, :, None], 0.0) + coarse_weights @ slices.value
+    near_weights, coarse_weights = weights.to(fast_dtype(value)).split([M, coarse.shape[3]], dim=3)
+    values = value.masked_fill(~token[:, None, :, None], 0.0), slices.value
+    near, others = (rows.to(near_weights.dtype) for rows in values)
+    return (near_weights @ near + coarse_weights @ others).to(value.dtype)
 
 
 @dataclass(frozen=True)
