@@ -88,8 +88,7 @@ def attend_exactly(part: ExactPart, x: Inputs) -> tuple[torch.Tensor, torch.Tens
         return output.flatten(1, 2), log_sum.flatten(1, 2)[..., None]
     v = chunk.keys(x.value)[0].to(product_dtype(x.value))
     pieces = [
-        (weights if factor is None else weights * factor).to(v.dtype) @ v
-        for _, weights, factor in _weights(chunk, x)
+        (weights if factor is None else weights * factor).to(v.dtype) @ v for _, weights, factor in _weights(chunk, x)
     ]
     return torch.cat(pieces)[None], None
 

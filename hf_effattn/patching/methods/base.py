@@ -157,11 +157,8 @@ class Method(ABC):
         """The number of tokens from which the method runs on this kind of device ("cpu", "cuda", ...); None: never."""
         if self.min_length is not None:
             return self.min_length
-        known: dict[str, int | None] = vars(self).setdefault("_measured_lengths", {})  # every forward pass asks
-        if device_type not in known:
-            price = {name: getattr(self, name) for name in self.price}
-            known[device_type] = crossover_length(self.method, price, device_type, causal=bool(self.causal))
-        return known[device_type]
+        price = {name: getattr(self, name) for name in self.price}
+        return crossover_length(self.method, price, device_type, causal=bool(self.causal))
 
     def chooses_exact(self, length: int, device_type: str) -> bool:
         """What `is_exact` says of so many tokens; a traced graph raises at lengths of which it says otherwise."""

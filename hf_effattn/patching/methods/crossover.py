@@ -9,6 +9,7 @@ from typing import Any
 _MEASURED = json.loads(files(__package__).joinpath("crossover.json").read_text())
 CROSSOVER: dict[str, list[dict[str, Any]]] = _MEASURED["min_length"]
 CAUSAL_CROSSOVER: dict[str, list[dict[str, Any]]] = _MEASURED["causal_min_length"]
+_KNOWN: dict[tuple[Any, ...], int] = {}
 # A kind of device that was not measured is taken to start at this many times the longest length of those that were. It
 # is a cautious guess: an H200 starts 4 to 13 times as late as a CPU, with kernels that other accelerators lack.
 UNMEASURED = 4
@@ -49,6 +50,13 @@ def why_never(method: str, device_type: str) -> str:
 
 def _promised(measured: list[dict[str, Any]], method: str, price: Mapping[str, int]) -> int:
     """The shortest length that a row promises for these counts: its own, times the growth of its largest count."""
+    key = id(measured), method, *price.items()  # every forward pass asks
+    if key not in _KNOWN:
+        _KNOWN[key] = _shortest(measured, method, price)
+    return _KNOWN[key]
+
+
+def _shortest(measured: list[dict[str, Any]], method: str, price: Mapping[str, int]) -> int:
     rows = [row for row in measured if row["method"] == method]
     if not rows:
         raise ValueError(
