@@ -65,8 +65,7 @@ def test_two_ranks_write_the_same_shard_at_once(tmp_path):
 
     def write(file):
         file.write(b"first half, ")
-        if not shards.has(7):
-            shards.add(7, write)  # as another process that begins later and ends sooner
+        shards.add(7, lambda other: other.write(b"first half, second half"))  # begun later, and whole sooner
         file.write(b"second half")
 
     shards.add(7, write)
