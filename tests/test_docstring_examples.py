@@ -10,6 +10,7 @@ from support.embedding_cases import save_encoder, text
 
 import hf_effattn
 from hf_effattn import ops
+from hf_effattn.embedding import TextEncoder
 
 FUNCTIONS = (
     hf_effattn.patch_attention,
@@ -19,6 +20,7 @@ FUNCTIONS = (
     hf_effattn.measured_error,
     hf_effattn.report,
     hf_effattn.calibrate,
+    TextEncoder,
     ops.bi_clustered_attention,
     ops.causal_clustered_attention,
     ops.cluster_queries,

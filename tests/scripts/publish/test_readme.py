@@ -85,6 +85,7 @@ WORDS = {
     "README.md": 1100,
     "CHANGELOG.md": 500,
     "hf_effattn/README.md": 1450,
+    "hf_effattn/embedding/README.md": 450,
     "hf_effattn/models/README.md": 600,
     "hf_effattn/ops/DERIVATIONS.md": 600,
     "hf_effattn/ops/README.md": 1000,
