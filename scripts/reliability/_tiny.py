@@ -1,9 +1,11 @@
-"""Tiny random models of every kind that the reliability scripts try, patched."""
+"""Tiny random models of every kind that the reliability scripts try, patched, and a tokenizer."""
 
+from pathlib import Path
 from typing import Any
 
 import torch
-from transformers import AutoConfig, AutoModel, PreTrainedModel
+from tokenizers import Tokenizer, models, pre_tokenizers
+from transformers import AutoConfig, AutoModel, PreTrainedModel, PreTrainedTokenizerFast
 
 import hf_effattn
 
@@ -56,3 +58,13 @@ def patch(model: PreTrainedModel, method: str) -> None:
 def ids_of(length: int, seed: int = 0, batch: int = 1) -> torch.Tensor:
     """Random tokens `(batch, length)`."""
     return torch.randint(5, 100, (batch, length), generator=torch.Generator().manual_seed(seed))
+
+
+def save_tokenizer(folder: Path) -> list[str]:
+    """Write a tokenizer without special tokens around a text; its words, the token of each being its place plus 2."""
+    words = [f"{a}{b}" for a in "bdfgklmn" for b in "aeiou"]
+    backend = Tokenizer(models.WordLevel({word: i for i, word in enumerate(("[PAD]", "[UNK]", *words))}, "[UNK]"))
+    backend.pre_tokenizer = pre_tokenizers.Whitespace()
+    tokenizer = PreTrainedTokenizerFast(tokenizer_object=backend, pad_token="[PAD]", unk_token="[UNK]")
+    tokenizer.save_pretrained(folder)
+    return words

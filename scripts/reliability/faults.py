@@ -28,8 +28,7 @@ from typing import Annotated, Any
 import torch
 import typer
 from safetensors.torch import load_file
-from tokenizers import Tokenizer, models, pre_tokenizers
-from transformers import AutoModel, BertConfig, BertModel, PreTrainedModel, PreTrainedTokenizerFast
+from transformers import AutoModel, BertConfig, BertModel, PreTrainedModel
 
 import hf_effattn
 from hf_effattn.cli import app
@@ -41,6 +40,7 @@ from ..shared.command_line import run_with_help
 from ..shared.runs import RESULTS, KeptRuns
 from ..train import clm
 from ._children import Child, run
+from ._tiny import save_tokenizer
 
 TRIALS = {
     "kill: training": 20, "kill: embedding": 20, "kill: tuning": 20, "kill: saving": 20,
@@ -70,11 +70,7 @@ class Trials:
         return self.folder / f"trial-{next(self._numbers)}"
 
     def _save_encoder(self) -> Path:
-        words = [f"{a}{b}" for a in "bdfgklmn" for b in "aeiou"]
-        backend = Tokenizer(models.WordLevel({word: i for i, word in enumerate(("[PAD]", "[UNK]", *words))}, "[UNK]"))
-        backend.pre_tokenizer = pre_tokenizers.Whitespace()
-        tokenizer = PreTrainedTokenizerFast(tokenizer_object=backend, pad_token="[PAD]", unk_token="[UNK]")
-        tokenizer.save_pretrained(self.folder / "encoder")
+        words = save_tokenizer(self.folder / "encoder")
         patched(0).save_pretrained(self.folder / "encoder")
         self.documents.mkdir()
         drawn = random.Random(0)

@@ -17,7 +17,7 @@ import torch
 
 import hf_effattn
 from scripts.publish import reliability_tables
-from scripts.reliability import _children, faults, memory, versions
+from scripts.reliability import _children, corpora, faults, memory, versions
 from scripts.reliability._children import Child, run
 from scripts.reliability._tiny import KINDS, ids_of, tiny
 
@@ -162,6 +162,17 @@ def test_a_folder_that_was_being_saved_loads_whole_or_not_at_all(trials, tmp_pat
 def test_a_run_that_is_stopped_goes_on_to_the_same_bits(fault, trials):
     (row,) = faults.verdicts(fault, [0], trials)
     assert row["verdict"] == "survived", row
+
+
+@pytest.mark.slow
+def test_a_corpus_has_the_same_vectors_by_two_processes_of_which_one_is_killed(tmp_path):
+    corpus = corpora.save_corpus(tmp_path, 12, 300)
+    lengths = [len(json.loads(line)["text"].split()) for line in corpus[1].read_text().splitlines()]
+    assert 100 <= min(lengths) < max(lengths) <= 300
+    whole = corpora.run_once(corpus, tmp_path / "one", processes=1, threads=1, kills=0, expected=0.0)
+    killed = corpora.run_once(corpus, tmp_path / "two", processes=2, threads=1, kills=1, expected=whole["seconds"])
+    assert (whole["killed"], killed["killed"]) == (0, 1)
+    assert killed["result"] == whole["result"]
 
 
 def test_missing_modules_of_transformers_tests_get_empty_classes(tmp_path):
