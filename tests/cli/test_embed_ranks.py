@@ -153,6 +153,19 @@ def test_a_killed_run_goes_on_with_another_number_of_processes(begin, arguments,
     assert result_of(output) == whole
 
 
+def begin_and_lose_vectors(begin, arguments, output):
+    """The manifest of a run that has all vectors to make."""
+    child = begin(arguments, output, 0, 2, stop_at_the_end)
+    child.process.join(LONGEST_WAIT_SECONDS)
+    delete_shards(output)
+
+
+def delete_shards(output):
+    """But not their folders: as a deletion that is under way."""
+    for path in output.glob("shards/vectors-*/*"):
+        path.unlink()
+
+
 def stop_at_the_end():
     """Before the shards are deleted."""
 
@@ -189,15 +202,32 @@ def test_a_rank_that_is_late_leaves_a_finished_run_as_it_is(moment, begin, argum
         return do(self, *of, **how)
 
     monkeypatch.setattr(run._Run, moment, late)
-    if moment == "_timed":  # for the manifest must be there
-        child = begin(arguments, output, 0, 2, stop_at_the_end)
-        child.process.join(LONGEST_WAIT_SECONDS)
-        for path in output.glob("shards/vectors-*/*"):
-            path.unlink()
+    if moment == "_timed":
+        begin_and_lose_vectors(begin, arguments, output)
     result = embed(arguments, output, 1, 2)
     assert result.exit_code == 0, result.output
     assert result_of(output) == whole
     assert embed(arguments, output, 1, 2).output == ""
+
+
+def test_a_rank_makes_nothing_again_while_shards_are_deleted(begin, arguments, whole, tmp_path, monkeypatch):
+    output, prepare, clean, add = tmp_path / "out", run._Run._prepare, kept.RunFolder.clean, kept.Shards.add
+    begin_and_lose_vectors(begin, arguments, output)
+    added = []
+
+    def late(self, *of):
+        if not self.rank.leads:
+            monkeypatch.setattr(kept.RunFolder, "clean", lambda folder: delete_shards(folder.path))
+            assert embed(arguments, output, 0, 2).exit_code == 0
+            monkeypatch.setattr(kept.RunFolder, "clean", clean)
+            added.clear()
+        prepare(self, *of)
+
+    monkeypatch.setattr(run._Run, "_prepare", late)
+    monkeypatch.setattr(kept.Shards, "add", lambda self, *of: added.append(self) or add(self, *of))
+    assert embed(arguments, output, 1, 2).exit_code == 0
+    assert len(added) <= len(run.TIMED_AT)
+    assert result_of(output) == whole
 
 
 def test_rank_0_alone_measures_which_method_is_the_fastest(begin, arguments, tmp_path, monkeypatch):
