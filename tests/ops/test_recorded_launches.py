@@ -166,7 +166,7 @@ def test_kinds_of_arguments_are_told_apart(replays):
 
     wide = torch.arange(64.0)
     kinds = [(wide, 2.0), (wide, 3.0), (wide, 2), (wide[1:], 2.0), (wide[::2], 2.0), (wide.half(), 2.0)]
-    kinds += [(wide.view(8, 8), 2.0), (wide, True), (wide[4:], 2.0), (wide[5:], 2.0)]
+    kinds += [(wide.view(8, 8), 2.0), (wide, True), (wide[:32], 2.0), (wide[1:33], 2.0)]
     for x, factor in kinds:
         assert torch.equal(double(x, factor), x * factor)
     assert not replays
