@@ -132,6 +132,7 @@ def test_all_budgets_fit_into_seven_minutes():
     assert sum(seconds for seconds, _ in gpu_first.STEPS.values()) <= gpu_first.SECONDS <= 420 - 25
 
 
+@pytest.mark.slow
 def test_a_rehearsal_goes_through_the_steps_and_on_where_it_stopped(tmp_path, capsys):
     output = tmp_path / "rehearsal.json"
     chosen = [name for name in gpu_first.STEPS if name not in IN_PROCESSES]
