@@ -272,8 +272,10 @@ def test_kmeans_keeps_empty_clusters_and_few_points():
 def test_one_graph_and_legal_ops():
     query, key = blobs(1, 2, 30, 8, groups=5), randn(1, 2, 30, 8)
     mask = on_device(padding("left", 1, 30))
-    queries_op = import_module("hf_effattn.ops.cluster_queries.triton").cluster_queries
-    torch.library.opcheck(queries_op, (query, key, mask, None, 4, "kmeans", 1, 16, 64, 0))
+    import_module("hf_effattn.ops.cluster_queries.triton")
+    torch.library.opcheck(
+        torch.ops.hf_effattn.cluster_queries_triton.default, (query, key, mask, None, 4, "kmeans", 1, 16, 64, 0)
+    )
     torch.library.opcheck(torch.ops.hf_effattn.kmeans_triton.default, (query, mask, 4, 1, 64, 0))
 
     def labels(query):
