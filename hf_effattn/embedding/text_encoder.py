@@ -75,7 +75,7 @@ class TextEncoder:
         """
         if self._loaded is None:
             self._loaded = self._load()
-        documents = [self._sequences(number, text) for number, text in enumerate(batch[self._column])]
+        documents = [_sequences(self._loaded, number, text) for number, text in enumerate(batch[self._column])]
         # By length, so that little is padded.
         order = sorted(range(len(documents)), key=lambda number: (sum(map(len, documents[number])), number))
         vectors = self._loaded.encoder.encode([documents[number] for number in order])[np.argsort(order)]
@@ -99,14 +99,15 @@ class TextEncoder:
             loaded.patch(chosen)
         return loaded
 
-    def _sequences(self, number: int, text: Any) -> list[list[int]]:
-        assert self._loaded is not None
-        if not isinstance(text, str) or not text.strip():
-            raise ValueError(f"text {number} of the batch is {'empty' if isinstance(text, str) else repr(text)}")
-        sequence, is_cut = self._loaded.sequence([text])
-        if is_cut and not self._loaded.cuts:
-            raise ValueError(
-                f"text {number} of the batch has more than the {self._loaded.most_tokens:,} tokens that the model "
-                "takes: chunk takes the mean of chunks, max_length cuts, extend_positions repeats learned positions"
-            )
-        return self._loaded.divided(sequence)
+
+def _sequences(loaded: LoadedModel, number: int, text: Any) -> list[list[int]]:
+    """The tokens of a text, as the sequences that the model reads one by one."""
+    if not isinstance(text, str) or not text.strip():
+        raise ValueError(f"text {number} of the batch is {'empty' if isinstance(text, str) else repr(text)}")
+    sequence, is_cut = loaded.sequence([text])
+    if is_cut and not loaded.cuts:
+        raise ValueError(
+            f"text {number} of the batch has more than the {loaded.most_tokens:,} tokens that the model takes: chunk"
+            " takes the mean of chunks, max_length cuts, extend_positions repeats learned positions"
+        )
+    return loaded.divided(sequence)
