@@ -29,13 +29,21 @@ NUMBER = re.compile(r"[+-]?\d+(\.\d+)?")
 
 
 @dataclass
-class DataArguments:
-    """Which texts and labels."""
+class TableArguments:
+    """Tables of texts on the Hub or in files, and how many of their rows."""
 
     dataset_name: str | None = field(default=None, metadata={"help": "Data set on the Hub."})
     dataset_config_name: str | None = field(default=None, metadata={"help": "Its configuration."})
     train_files: list[str] = field(default_factory=list, metadata={"help": "JSON-lines, CSV or TSV files (gzip too)."})
     validation_files: list[str] = field(default_factory=list, metadata={"help": "The same, to evaluate on."})
+    max_train_samples: int | None = field(default=None, metadata={"help": "Train on so many, drawn by lot."})
+    max_eval_samples: int | None = field(default=None, metadata={"help": "Evaluate on so many, drawn by lot."})
+
+
+@dataclass
+class DataArguments(TableArguments):
+    """Which texts and labels."""
+
     test_files: list[str] = field(
         default_factory=list, metadata={"help": "The same, to predict at the end; they need no labels."}
     )
@@ -52,8 +60,6 @@ class DataArguments:
     )
     split_seed: int = field(default=0, metadata={"help": "Decides which texts those are."})
     max_length: int = field(default=512, metadata={"help": "Tokens of an example; longer texts are cut."})
-    max_train_samples: int | None = field(default=None, metadata={"help": "Train on so many, drawn by lot."})
-    max_eval_samples: int | None = field(default=None, metadata={"help": "Evaluate on so many, drawn by lot."})
     max_predict_samples: int | None = field(default=None, metadata={"help": "Test on so many, drawn by lot."})
 
 

@@ -6,7 +6,7 @@ from datasets import Dataset, DatasetDict, Value
 
 from .checks import check_one_source
 from .hub_data import load_from_hub
-from .labelled_texts import load_table
+from .labelled_texts import TableArguments, load_table
 
 GIVEN_BY = {
     "train": "--train_files or a --dataset_name that has them",
@@ -17,13 +17,9 @@ TEXT = (Value("string"), Value("large_string"))
 
 
 @dataclass
-class DataArguments:
+class DataArguments(TableArguments):
     """Which texts."""
 
-    dataset_name: str | None = field(default=None, metadata={"help": "Data set on the Hub."})
-    dataset_config_name: str | None = field(default=None, metadata={"help": "Its configuration."})
-    train_files: list[str] = field(default_factory=list, metadata={"help": "JSON-lines, CSV or TSV files (gzip too)."})
-    validation_files: list[str] = field(default_factory=list, metadata={"help": "The same, to evaluate on."})
     columns: list[str] = field(
         default_factory=list,
         metadata={
@@ -31,8 +27,6 @@ class DataArguments:
             " where there is one."
         },
     )
-    max_train_samples: int | None = field(default=None, metadata={"help": "Train on so many, drawn by lot."})
-    max_eval_samples: int | None = field(default=None, metadata={"help": "Evaluate on so many, drawn by lot."})
 
     @property
     def most(self) -> dict[str, int | None]:
