@@ -23,7 +23,7 @@ from .chips import tf32_allowed
 
 RECORDS = not knobs.runtime.interpret
 MOST = 256  # recordings of a function, so that lengths that come only once do not fill the memory
-POINTER_BITS = 16  # bytes; Triton compiles for tensors that begin at a multiple, and for others
+POINTER_ALIGNMENT = 16  # bytes; Triton compiles for tensors that begin at a multiple, and for others
 ALIGNMENT = 512  # bytes, of tensors in the workspace, as torch's allocator aligns them
 
 _EMPTY = {"empty", "empty_like", "empty_strided", "new_empty", "new_empty_strided"}
@@ -337,7 +337,7 @@ def signature(arguments: Iterable[Any], tensors: list[torch.Tensor]) -> tuple[An
     for argument in arguments:
         if isinstance(argument, torch.Tensor):
             tensors.append(argument)
-            aligned = argument.data_ptr() % POINTER_BITS
+            aligned = argument.data_ptr() % POINTER_ALIGNMENT
             kinds.append((argument.dtype, argument.shape, argument.stride(), argument.device, aligned))
         elif isinstance(argument, list | tuple):
             counts = argument and isinstance(argument[0], int)  # of heads
