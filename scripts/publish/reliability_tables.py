@@ -76,11 +76,24 @@ def _versions(rows: Rows) -> str:
     return f"{sum(row['passed'] for row in rows):,} tests passed, {failed} failed"
 
 
+def _processes(rows: Rows) -> str:
+    seconds = {(row["processes"], row["threads_each"]): row["seconds"] for row in rows if not row["kills"]}
+    numbers = sorted({processes for processes, _ in seconds})
+    bits = len({row["result"] for row in rows})
+    return (
+        f"by {', '.join(map(str, numbers))} processes and after {sum(row['killed'] for row in rows)} kills "
+        f"{'the same bits' if bits == 1 else f'{bits} results'}; on two cores 2 processes are "
+        f"{seconds[1, 1] / seconds[2, 1]:.1f} times as fast as 1 of one thread, and "
+        f"{seconds[1, 2] / seconds[2, 1]:.1f} times as fast as 1 of two"
+    )
+
+
 # The heading of each section, the file of its results, its question, and what to say of its rows.
 QUESTIONS = (
     ("random-inputs", "fuzz", "Does a random input break anything?", _random_inputs),
     ("planted-defects", "mutants", "Do the tests see a defect?", _defects),
     ("faults", "faults", "What does a crash or a damaged file leave behind?", _faults),
+    ("processes", "corpora", "Do several processes give a corpus the same vectors?", _processes),
     ("memory", "memory", "Does memory grow faster than the input, or with every call?", _memory),
     ("versions", "versions", "Which versions of transformers work?", _versions),
 )

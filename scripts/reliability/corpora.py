@@ -1,6 +1,6 @@
 """Divides a corpus among processes of `effattn embed`: seconds, bits of the vectors, and whether kills change them.
 
-The documents are generated, of 100 to 20,000 tokens, as many in each octave. The model is a random BERT of two layers,
+The documents are generated, of 100 to 20,000 tokens, as many in each octave. The model is a random BERT of one layer,
 64 wide, with bi-clustered attention. Processes are started one by one with `RANK` and `WORLD_SIZE`, as launchers do.
 In the last run random ones are killed at random moments, and each is started again.
 
@@ -52,7 +52,7 @@ def save_corpus(folder: Path, documents: int, longest: int) -> tuple[Path, Path]
     model, corpus, drawn = folder / "model", folder / "documents.jsonl", random.Random(0)
     words = save_tokenizer(model)
     torch.manual_seed(0)
-    sizes = {"hidden_size": 64, "num_hidden_layers": 2, "num_attention_heads": 2, "intermediate_size": 256}
+    sizes = {"hidden_size": 64, "num_hidden_layers": 1, "num_attention_heads": 2, "intermediate_size": 256}
     config = BertConfig(vocab_size=len(words) + 2, max_position_embeddings=longest, pad_token_id=0, **sizes)
     BertModel(config).save_pretrained(model)
     with corpus.open("w", encoding="utf-8") as file:
