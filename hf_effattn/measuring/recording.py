@@ -22,6 +22,7 @@ from ..patching.exact.reference import sdpa_path
 from ..patching.exact.windows import hides_keys
 from ..patching.methods import list_methods
 from ..patching.model_types.stacks import Stack, is_causal, is_window_of_image
+from ..patching.parallel_state import head_share
 from ..patching.planning import stacks_to_patch
 from ..patching.position_rows import POSITION_ROWS, READ_BY, PositionRows, PositionTerms
 from ..patching.snapshot import as_it_was
@@ -157,9 +158,17 @@ class Measured:
             to_record (`bool`): whether there must be a layer that does not stay exact.
 
         Raises:
-            ValueError: there is nothing to patch, or to record.
+            ValueError: there is nothing to patch, or to record, or the model is divided among processes, which would
+                measure different times, decide otherwise and wait for each other.
         """
         stacks = stacks_to_patch(model, list_methods()[0])
+        shares = [head_share(module, stack.model) for stack in stacks for module in stack.modules]
+        divided = next((share for share in shares if share is not None), None)
+        if divided is not None:
+            raise ValueError(
+                f"{type(model).__name__} is divided among {divided.ranks} processes, and only a whole model can be "
+                "measured: load it on one process, report or calibrate there, then divide it"
+            )
         modules, offset = {}, 0
         for stack in stacks:
             for module, layers in zip(stack.modules, stack.layers, strict=True):

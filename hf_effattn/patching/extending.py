@@ -13,7 +13,7 @@ from .model_types.stacks import reserved_rows
 from .model_types.table import MODEL_TYPES, LearnedPositions, OtherPositions
 from .planning import not_a_model
 from .sentence_transformers import is_sentence_transformer, models_inside, set_max_seq_length
-from .transformers_internals import is_offloaded
+from .transformers_internals import is_distributed, is_offloaded
 
 Model = TypeVar("Model", bound=nn.Module)
 
@@ -112,8 +112,8 @@ def _plain_table(module: nn.Module, positions: LearnedPositions, model: PreTrain
             f"the positions of {type(model).__name__} are offloaded: load it without device_map, extend its "
             "positions, save it, and load what is saved with device_map"
         )
-    # A subclass (quantised, adapter) or a weight of another shape (sharded) stores its rows in a way of its own.
-    plain = type(table) is nn.Embedding and table.weight.is_floating_point()
+    # A subclass (quantised, adapter), or a weight that is sharded, stores its rows in a way of its own.
+    plain = type(table) is nn.Embedding and table.weight.is_floating_point() and not is_distributed(table.weight)
     if not plain or tuple(table.weight.shape) != (table.num_embeddings, table.embedding_dim):
         raise ValueError(
             f"the positions of {type(model).__name__} are a {type(table).__name__} of dtype {table.weight.dtype} and "

@@ -11,6 +11,7 @@ from .methods import METHODS, list_methods
 from .methods.base import quoted
 from .model_types.stacks import find_stacks, hides_the_future, is_causal
 from .module_patch import RECORD, ModulePatch
+from .parallel_state import head_share
 from .patched_models import remember
 from .planning import PatchPlan, check_model, plan_patches
 from .snapshot import Snapshot
@@ -168,4 +169,7 @@ def _apply(plan: PatchPlan) -> None:
         owner = None if plan.parameters is None else base
         forget_measurements(module)
         chosen = plan.method.for_layers(served) if patched else None
+        share = None if chosen is None else head_share(module, plan.stack.model)
+        if chosen is not None and share is not None:
+            chosen = chosen.for_share(*share)
         setattr(module, RECORD, ModulePatch(chosen, previous, owner, len(served), is_causal(module)))

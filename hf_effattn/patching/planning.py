@@ -24,6 +24,7 @@ from .model_types.stacks import (
 )
 from .model_types.table import MODEL_TYPES, NOT_SERVED, WHAT_IS_SERVED
 from .module_patch import RECORD
+from .parallel_state import check_tokens_undivided, head_share
 from .sentence_transformers import cut_at, is_sentence_transformer, models_inside
 from .stored import check_layers, saved_method
 from .transformers_internals import can_set_implementation
@@ -155,6 +156,8 @@ def plan_patch(stack: Stack, method: Method, layers: Any) -> PatchPlan:
         )
     stack.exact.check()
     method.check_stack(stack)
+    check_tokens_undivided(stack.modules, method.method)
+    _check_heads_divide(stack, method)
     if layers is not None and method.stays_exact:
         raise ValueError(f'"{method.method}" approximates no layer, whichever are chosen: leave layers out')
     full = [stack.exact.serves(module) for module in stack.modules]
@@ -185,6 +188,20 @@ def plan_patch(stack: Stack, method: Method, layers: Any) -> PatchPlan:
             )
         patched.append(bool(wanted))
     return PatchPlan(stack, method, tuple(patched), chosen, parameters)
+
+
+def _check_heads_divide(stack: Stack, method: Method) -> None:
+    """Raise where a model is divided among processes by its heads, and the method cannot be divided alike."""
+    for module, served in zip(stack.modules, stack.layers, strict=True):
+        share, of_layers = head_share(module, stack.model), method.for_layers(served)
+        if share is None or of_layers is None:
+            continue
+        if method.parameters_name:
+            raise ValueError(
+                f'"{method.method}" adds parameters, and {type(stack.model).__name__} is divided among {share.ranks} '
+                "processes, which would not have them in common: train it on one process, or by FSDP or DDP"
+            )
+        of_layers.for_share(*share)
 
 
 def _full_layers(stack: Stack) -> list[int]:

@@ -10,6 +10,7 @@ from types import CodeType
 from typing import Any
 
 import torch
+import torch.nn.functional as F
 from torch import nn
 from transformers.masking_utils import (
     and_masks,
@@ -137,6 +138,47 @@ def longt5_means(hidden_states: torch.Tensor, mask: torch.Tensor, block: int) ->
 
     blocks, segments = modeling_longt5._make_global_fixed_block_ids(mask, block)
     return modeling_longt5._create_global_aggregates(hidden_states, blocks, segments.shape[-1])
+
+
+# Models divided among processes
+
+
+def tensor_parallel_size(model: Any) -> int:
+    """Among how many processes transformers has divided the heads of a model: `_tp_size`, 5.7 to 5.24."""
+    return getattr(model, "_tp_size", None) or 1
+
+
+def tensor_parallel_rank(module: nn.Module) -> int | None:
+    """Which of these processes this is; None where no weight tells.
+
+    transformers' mesh has its tensor-parallel dimension last, 5.24. Earlier versions kept some weights as plain
+    tensors.
+    """
+    distributed: Any = next(filter(is_distributed, module.parameters()), None)
+    mesh = None if distributed is None else distributed.device_mesh
+    return None if mesh is None else int(mesh.get_local_rank(mesh.ndim - 1))
+
+
+def is_distributed(tensor: torch.Tensor) -> bool:
+    """Whether a tensor is a `DTensor`, of FSDP or tensor parallelism, whose module need not be imported: 2.6 to 2.13."""
+    return hasattr(tensor, "device_mesh")
+
+
+def is_by_ulysses(function: Any) -> bool:
+    """Whether an attention function is DeepSpeed's wrapper: `uattn_wrapper` of `ulysses_sp`, as 0.19.6 was read."""
+    return str(getattr(function, "__module__", "")).startswith("deepspeed.")
+
+
+def drops_masks(module: nn.Module) -> bool:
+    """Whether a hook of accelerate hides the future in place of a mask: `_attach_context_parallel_hooks`, 1.15."""
+    hooks = module._forward_pre_hooks.values()
+    return any(getattr(hook, "__qualname__", "").startswith("_attach_context_parallel_hooks.") for hook in hooks)
+
+
+def context_parallel_is_on() -> bool:
+    """Whether torch's `context_parallel` has taken the place of SDPA, as it does inside its `with`: 2.6 to 2.13."""
+    place = getattr(F.scaled_dot_product_attention, "__module__", None) or ""
+    return str(place).startswith("torch.distributed.tensor.experimental.")
 
 
 # torch: hooks of a module

@@ -38,6 +38,7 @@ from ..model_types.stacks import (
     is_window_of_image,
 )
 from ..module_patch import RECORD, ModulePatch
+from ..parallel_state import check_tokens_undivided
 from ..position_rows import POSITION_ROWS, READ_BY, PositionRows
 from ..transformers_internals import matrices_are_collected
 from .keywords import needs_exact_attention
@@ -75,8 +76,10 @@ def attention(
 
     Raises:
         ValueError: a causal model, or any, of a model type that is not in the table, settings that do not fit, a
-            keyword that changes attention in a way that SDPA does not know either.
+            keyword that changes attention in a way that SDPA does not know either, or texts divided by tokens.
     """
+    if not torch.compiler.is_compiling():  # what divides texts comes after the patch, as a rule
+        check_tokens_undivided([module], method)
     images = kwargs.pop(IMAGES, None)
     if images is not None:
         kwargs |= {"attention_mask": None, "scaling": scaling, "dropout": dropout}

@@ -398,6 +398,14 @@ class Method(ABC):
         """What the module of these layers runs; None where it stays exact."""
         return self
 
+    def for_share(self, rank: int | None, ranks: int) -> "Method | None":
+        """What a process runs in a layer of which it has one of `ranks` equal shares of the heads; None: it is exact.
+
+        Raises:
+            ValueError: settings of heads, and it is not known which heads these are.
+        """
+        return self
+
     @property
     def label_parts(self) -> dict[str, Any]:
         """What a short name says beside the settings."""

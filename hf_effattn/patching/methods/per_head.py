@@ -117,7 +117,21 @@ class PerHead(Method):
         if not self.heads:
             raise ValueError(_NOTHING)
         # A module that serves several layers runs what the most demanding of them needs.
-        row = tuple(map(max, zip(*(self.heads[layer] for layer in layers), strict=True)))
+        return self._with_row(tuple(map(max, zip(*(self.heads[layer] for layer in layers), strict=True))))
+
+    def for_share(self, rank: int | None, ranks: int) -> "PerHead | None":
+        (row,) = self.heads
+        heads, left = divmod(len(row), ranks)
+        if rank is None or left:
+            why = "they do not divide evenly" if left else "its weights do not tell which this process has"
+            raise ValueError(
+                f'"per-head" has settings for {len(row)} key/value heads, which this model has divided among {ranks} '
+                f"processes, and {why}: patch it with one setting for all heads"
+            )
+        return self._with_row(row[rank * heads : (rank + 1) * heads])
+
+    def _with_row(self, row: tuple[int, ...]) -> "PerHead | None":
+        """The same for one module with these heads; None where all of them are exact."""
         return None if min(row) == len(self.candidates) else replace(self, heads=(row,))
 
     def _differences(self, stack: Stack) -> str:

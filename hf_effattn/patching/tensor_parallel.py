@@ -1,0 +1,201 @@
+"""`parallelize`: one text on several processes, which divide its heads within attention and its tokens elsewhere.
+
+Sizes: `B` batch, `N` tokens, `R` ranks.
+
+The division is torch's own, by the styles of `torch.distributed.tensor.parallel`. Between the attention modules a rank
+holds `N / R` tokens. Before an attention module the tokens of all ranks are gathered, and each rank projects and
+attends with its own heads. The output projection adds up what the heads gave, and each rank keeps its tokens.
+"""
+
+from collections.abc import Iterator
+from dataclasses import replace
+from typing import TYPE_CHECKING, Any, TypeVar
+
+from torch import nn
+from transformers import PreTrainedModel
+
+from .methods import METHODS
+from .model_types.stacks import Stack, find_stacks
+from .module_patch import RECORD, ModulePatch
+from .parallel_state import SHARE, HeadShare, check_tokens_undivided
+from .planning import not_a_model
+from .transformers_internals import is_distributed
+
+if TYPE_CHECKING:
+    from torch.distributed.device_mesh import DeviceMesh
+
+Model = TypeVar("Model", bound=PreTrainedModel)
+
+# Encoders whose modules have the names of BERT's, and that normalise after each residual sum.
+LIKE_BERT = ("bert", "roberta", "xlm-roberta", "camembert", "electra", "ernie", "data2vec-text")
+PROJECTIONS = ("attention.self.query", "attention.self.key", "attention.self.value", "attention.output.dense")
+
+
+def parallelize(model: Model, mesh: "DeviceMesh") -> Model:
+    """Divide an encoder among processes that run it on the same text together, in place.
+
+    Each process computes its share of the heads, and holds its share of the tokens everywhere else: feed-forward
+    layers, norms and what a backward pass needs of them. The weights of embeddings and attention are divided, too. The
+    outputs are those of one process up to rounding, and every process gets all of them. Patch the model before or
+    after. Settings of single heads follow their heads. Of other models transformers divides the heads, not the tokens,
+    where they have a plan for it: `distributed_config=DistributedConfig(tp_size=...)` in `from_pretrained`, then patch.
+
+    Every process loads the same weights first, and calls the model with the same inputs. What a model returns of its
+    middle layers is divided: `hidden_states` are `DTensor`s, except the last, and attention weights and
+    `measured_error` are of this process's heads. Gradients of divided weights are `DTensor`s, and those of heads on
+    top of the encoder are alike on all processes. Save the model's `torch.distributed.checkpoint.state_dict.
+    get_model_state_dict` with `full_state_dict=True`.
+
+    Args:
+        model (`PreTrainedModel`): a BERT, RoBERTa, XLM-RoBERTa, CamemBERT, ELECTRA, ERNIE or Data2Vec text encoder,
+            with or without a head, patched or not.
+        mesh (`DeviceMesh`): of one dimension, whose processes share the model.
+
+    Returns:
+        The same `model`.
+
+    Raises:
+        ValueError: another model type or a decoder, heads that do not divide evenly, a mesh of several dimensions, a
+            model that is divided already, has adapters or quantised layers or was converted to `"cst"`, or texts that
+            are divided by tokens. The model is then unchanged.
+        TypeError: something that is not a transformers model.
+
+    Example:
+        >>> import hf_effattn
+        >>> from torch.distributed.device_mesh import init_device_mesh
+        >>> from transformers import AutoModel, AutoTokenizer
+        >>> tokenizer, model = AutoTokenizer.from_pretrained("BAAI/bge-m3"), AutoModel.from_pretrained("BAAI/bge-m3")
+        >>> model = hf_effattn.patch_attention(model, "bi-clustered")
+        >>> model = hf_effattn.parallelize(model, init_device_mesh("cpu", (2,)))  # torchrun --nproc-per-node 2 ...
+        >>> outputs = model(**tokenizer(open("long.txt").read(), return_tensors="pt"))
+    """
+    from torch.distributed.tensor.parallel import parallelize_module
+
+    stack = _checked(model, mesh)
+    base = stack.model.base_model
+    frozen = [name for name, parameter in base.named_parameters() if not parameter.requires_grad]
+    parallelize_module(base, mesh, dict(_plan(base, _parameters_outside(model, base))), src_data_rank=None)
+    base.embeddings.register_forward_pre_hook(_divide_embeds(mesh), with_kwargs=True)
+    for name in frozen:  # torch makes new parameters, which learn
+        base.get_parameter(name).requires_grad_(False)
+    share = HeadShare(mesh.get_local_rank(), mesh.size())
+    for module in stack.modules:
+        setattr(module, SHARE, share)
+        patch: ModulePatch | None = vars(module).get(RECORD)
+        if patch is not None and patch.method is not None:
+            setattr(module, RECORD, replace(patch, method=patch.method.for_share(*share)))
+    return model
+
+
+def _checked(model: Any, mesh: "DeviceMesh") -> Stack:
+    """The stack of a model that can be divided; raises where it cannot."""
+    if not isinstance(model, PreTrainedModel):
+        raise not_a_model(model)
+    name, model_type = type(model).__name__, model.config.model_type
+    if model_type not in LIKE_BERT or model.config.is_decoder:
+        what = f'model type "{model_type}"' if model_type not in LIKE_BERT else "a decoder"
+        raise ValueError(
+            f"{name} ({what}) cannot be divided by tokens: parallelize serves encoders of the types "
+            f"{', '.join(LIKE_BERT)}. To divide the heads of others load them with transformers' tp_plan"
+        )
+    (stack,) = find_stacks(model)
+    base, heads = stack.model.base_model, model.config.num_attention_heads
+    if mesh.ndim != 1:
+        raise ValueError(
+            f'the mesh has {mesh.ndim} dimensions, and a text is divided along one: pass that, as in mesh["tp"]'
+        )
+    if heads % mesh.size():
+        raise ValueError(
+            f"{name} has {heads} heads, which {mesh.size()} processes cannot share evenly: take a number of processes "
+            f"that divides {heads}"
+        )
+    if any(map(is_distributed, model.parameters())):
+        raise ValueError(f"{name} is divided already, by FSDP or tensor parallelism: call parallelize first, and once")
+    added = next((kind.method for kind in METHODS.values() if kind.parameters_name in base._modules), None)
+    if added is not None:
+        raise ValueError(
+            f'{name} was converted to "{added}", whose parameters cannot be divided: train it by FSDP or DDP, or divide '
+            "an exact model or one with another method"
+        )
+    changed = {type(base.get_submodule(path)) for path, _ in _with_parameters(base)} - DIVIDED
+    if changed:
+        raise ValueError(
+            f"{name} has layers that cannot be divided ({', '.join(sorted(kind.__name__ for kind in changed))}): "
+            "divide the model without adapters, quantisation or other layers in place of torch's own"
+        )
+    check_tokens_undivided(stack.modules, "parallelize")
+    return stack
+
+
+DIVIDED: set[type] = {nn.Linear, nn.Embedding, nn.LayerNorm}
+
+
+def _with_parameters(base: nn.Module) -> Iterator[tuple[str, nn.Module]]:
+    """The modules of an encoder that have parameters of their own, but for a pooler's, with their paths."""
+    for path, module in base.named_modules():
+        if path.split(".")[0] != "pooler" and next(module.parameters(recurse=False), None) is not None:
+            yield path, module
+
+
+def _parameters_outside(model: nn.Module, base: nn.Module) -> set[int]:
+    """The ids of the parameters that the head of a model uses, which may be the encoder's."""
+    inside = set(base.modules())
+    return {
+        id(parameter)
+        for module in model.modules()
+        if module not in inside
+        for parameter in module.parameters(recurse=False)
+    }
+
+
+def _plan(base: nn.Module, undivided: set[int]) -> Iterator[tuple[str, Any]]:
+    """How torch is to divide each module of an encoder.
+
+    Args:
+        base (`nn.Module`): the model without its head.
+        undivided (`set[int]`): ids of parameters to be left whole.
+    """
+    from torch.distributed.tensor import Replicate, Shard
+    from torch.distributed.tensor.parallel import (
+        ColwiseParallel,
+        PrepareModuleInput,
+        PrepareModuleOutput,
+        RowwiseParallel,
+        SequenceParallel,
+    )
+
+    whole, tokens = Replicate(), Shard(1)
+    for path, module in _with_parameters(base):
+        if isinstance(module, nn.Embedding):
+            if id(module.weight) in undivided:
+                yield (
+                    path,
+                    PrepareModuleOutput(output_layouts=whole, desired_output_layouts=tokens, use_local_output=False),
+                )
+            else:
+                yield path, ColwiseParallel(output_layouts=tokens, use_local_output=False)
+        elif path.endswith(PROJECTIONS[:3]):
+            yield path, ColwiseParallel()
+        elif path.endswith(PROJECTIONS[3]):
+            yield path, RowwiseParallel(output_layouts=tokens, use_local_output=False)
+        else:
+            yield path, SequenceParallel()  # the weights whole, and of the input this rank's tokens
+    yield "encoder.layer.*.attention.self", PrepareModuleInput(input_layouts=tokens, desired_input_layouts=whole)
+    last = base.config.num_hidden_layers - 1
+    yield f"encoder.layer.{last}", PrepareModuleOutput(output_layouts=tokens, desired_output_layouts=whole)
+
+
+def _divide_embeds(mesh: "DeviceMesh") -> Any:
+    """A hook of the embeddings that gives each rank its tokens of `inputs_embeds` `(B, N, width)`, where there are."""
+    from torch.distributed.tensor import DTensor, Replicate, Shard
+
+    def divide(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[Any, Any]:
+        given = kwargs.get("inputs_embeds")
+        if given is not None:
+            divided = DTensor.from_local(given, mesh, [Replicate()], run_check=False).redistribute(
+                placements=[Shard(1)]
+            )
+            kwargs |= {"inputs_embeds": divided}
+        return args, kwargs
+
+    return divide

@@ -1,0 +1,178 @@
+"""One text on several processes gives what one process gives: values, gradients, padding, settings of single heads."""
+
+from functools import partial
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+from peft import LoraConfig, get_peft_model
+from support.ranks import on_ranks
+from support.tiny_models import tiny_model
+from torch import nn
+from transformers import AutoModelForMaskedLM, AutoModelForSequenceClassification
+
+import hf_effattn
+from distributed import divided_models as models
+from hf_effattn.patching.tensor_parallel import LIKE_BERT
+
+NEAR: dict[str, Any] = {"rtol": 1e-9, "atol": 1e-9}  # of float64
+
+
+def assert_alike(ranks: list[dict[str, torch.Tensor]], expected: dict[str, torch.Tensor]) -> None:
+    for of_rank in ranks:
+        assert of_rank.keys() == expected.keys()
+        for name, tensor in of_rank.items():
+            torch.testing.assert_close(tensor, expected[name], **NEAR, msg=lambda said, name=name: f"{name}: {said}")
+
+
+@pytest.mark.compatibility("torch", "`hf_effattn.parallelize`: one text on 2 and 4 processes", "runs")
+@pytest.mark.slow_except("2-roberta-bi-clustered")
+@pytest.mark.parametrize("method", models.SETTINGS)
+@pytest.mark.parametrize("model_type", ["roberta", "bert"])
+@pytest.mark.parametrize("ranks", [2, 4])
+def test_several_processes_are_one(ranks: int, model_type: str, method: str) -> None:
+    """Padded, with a number of tokens that no number of ranks divides."""
+    make, patch = partial(models.encoder, model_type), models.patched_by(method)
+    divided = on_ranks([partial(models.outcome, make, patch, models.divided)] * ranks)
+    assert_alike(divided, models.outcome(make, patch))
+
+
+@pytest.mark.slow_except("per-head")
+@pytest.mark.parametrize("method", models.SETTINGS)
+def test_a_divided_model_can_be_patched(method: str) -> None:
+    patch = models.patched_by(method)
+    divided = on_ranks([partial(models.outcome, models.encoder, models.divided, patch)] * 2)
+    assert_alike(divided, models.outcome(models.encoder, patch))
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("model_type", LIKE_BERT)
+def test_every_type_is_served_exact_as_well(model_type: str) -> None:
+    make = partial(models.encoder, model_type)
+    for padding in (None, "left"):
+        divided = on_ranks([partial(models.outcome, make, models.divided, padding=padding)] * 2)
+        assert_alike(divided, models.outcome(make, padding=padding))
+
+
+def of_head(auto_class: Any, divide: bool) -> dict[str, torch.Tensor]:
+    """Loss and gradients of a model with a head, of which some weights are frozen; then embeddings in place of ids."""
+    model = models.patched_by("bi-clustered")(models.encoder("bert", auto_class))
+    model.bert.encoder.layer[0].requires_grad_(False)
+    model = models.divided(model) if divide else model
+    inputs = models.batch_of(model).inputs
+    labels = inputs["input_ids"] if auto_class is AutoModelForMaskedLM else torch.tensor([0, 1])
+    output = model(**inputs, labels=labels)
+    output.loss.backward()
+    given = {"loss": output.loss.detach(), "logits": output.logits.detach()} | models.gradients(model)
+    embeds = torch.randn(2, models.LENGTH, 32, generator=torch.Generator().manual_seed(5), dtype=torch.float64)
+    embeds.requires_grad_()
+    model(inputs_embeds=embeds, attention_mask=inputs["attention_mask"]).logits.square().sum().backward()
+    return given | {"embeds": embeds.grad}
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("auto_class", [AutoModelForMaskedLM, AutoModelForSequenceClassification])
+def test_heads_frozen_layers_and_shared_embeddings_stay_what_they_are(auto_class: Any) -> None:
+    expected = of_head(auto_class, divide=False)
+    assert not any("layer.0." in name for name in expected)
+    assert_alike(on_ranks([partial(of_head, auto_class, True)] * 2), expected)
+
+
+@pytest.fixture
+def llama(tmp_path: Any) -> str:
+    models.save_decoder(str(tmp_path))
+    return str(tmp_path)
+
+
+def by_transformers(folder: str, method: str) -> torch.Tensor:
+    from transformers.distributed import DistributedConfig
+
+    return models.of_decoder(folder, method, distributed_config=DistributedConfig(tp_size=2))
+
+
+@pytest.mark.compatibility("transformers", "tensor parallelism of a decoder, settings of single heads too", "runs")
+@pytest.mark.slow
+@pytest.mark.parametrize("method", models.OF_DECODER)
+def test_a_decoder_that_transformers_divided_runs_the_settings_of_its_heads(llama: str, method: str) -> None:
+    expected = models.of_decoder(llama, method)
+    for hidden in on_ranks([partial(by_transformers, llama, method)] * 2):
+        torch.testing.assert_close(hidden, expected, **NEAR)
+
+
+class Mesh(SimpleNamespace):
+    """As many ranks as said, none of which is asked for anything."""
+
+    def __init__(self, *sizes: int) -> None:
+        super().__init__(ndim=len(sizes), size=lambda: sizes[0])
+
+
+def quantised() -> Any:
+    model = models.encoder()
+    model.encoder.layer[0].output.dense = type("Int8Linear", (nn.Linear,), {})(48, 32)
+    return model
+
+
+def lora() -> Any:
+    return get_peft_model(models.encoder(), LoraConfig(target_modules=["query"])).get_base_model()
+
+
+def converted() -> Any:
+    return hf_effattn.patch_attention(models.encoder(), "cst", slice_length=4)
+
+
+REFUSED = {
+    "another type": (lambda: tiny_model("distilbert"), Mesh(2), r'DistilBertModel \(model type "distilbert"\) cannot'),
+    "decoder": (
+        lambda: models.encoder("bert", is_decoder=True),
+        Mesh(2),
+        r"BertModel \(a decoder\) cannot be divided",
+    ),
+    "heads": (models.encoder, Mesh(3), r"has 4 heads, which 3 processes .* divides 4"),
+    "mesh": (models.encoder, Mesh(2, 2), r'mesh has 2 dimensions.* mesh\["tp"\]'),
+    "quantised": (quantised, Mesh(2), r"layers that cannot be divided \(Int8Linear\)"),
+    "adapters": (lora, Mesh(2), r"layers that cannot be divided \(Linear\)|cannot be divided"),
+    "converted": (converted, Mesh(2), r'converted to "cst", whose parameters cannot be divided'),
+}
+
+
+@pytest.mark.parametrize(("make", "mesh", "said"), REFUSED.values(), ids=REFUSED)
+def test_what_cannot_be_divided_is_refused_before_anything_changes(make: Any, mesh: Any, said: str) -> None:
+    model = make()
+    before = {name: id(parameter) for name, parameter in model.named_parameters()}
+    with pytest.raises(ValueError, match=said):
+        hf_effattn.parallelize(model, mesh)
+    assert before == {name: id(parameter) for name, parameter in model.named_parameters()}
+    assert not any(module._forward_pre_hooks for module in model.modules())
+
+
+def refusals_of_a_divided_model() -> list[str]:
+    """What is said where a model is divided, or converted, once it is divided."""
+    model = models.divided(models.encoder())
+    said = []
+    for call in (
+        partial(models.divided, model),
+        partial(hf_effattn.patch_attention, model, "cst", slice_length=4),
+        partial(hf_effattn.extend_positions, model, 128),
+    ):
+        with pytest.raises(ValueError, match="divided|sharded") as refused:
+            call()
+        said.append(str(refused.value))
+    assert model.config._attn_implementation == "sdpa"
+    return said
+
+
+def test_a_divided_model_is_not_divided_again_nor_converted() -> None:
+    (again, converted, extended) = on_ranks([refusals_of_a_divided_model] * 2)[0]
+    assert "call parallelize first, and once" in again
+    assert '"cst" adds parameters, and RobertaModel is divided among 2 processes' in converted
+    assert "sharded" in extended
+
+
+def test_heads_that_transformers_left_untold_are_refused_before_anything_changes() -> None:
+    model = models.encoder()
+    model._tp_size = 2
+    with pytest.raises(ValueError, match=r"4 key/value heads, .* among 2 processes, and its weights do not tell"):
+        models.patched_by("per-head")(model)
+    assert model.config._attn_implementation == "sdpa"
+    assert models.patched_by("bi-clustered")(model).config._attn_implementation == "bi-clustered"
