@@ -34,6 +34,7 @@ from .patching import (
     from_pretrained,
     list_methods,
     measured_error,
+    parallelize,
     patch_attention,
     unpatch_attention,
 )
@@ -47,5 +48,5 @@ __all__ = [
     "ClusterFormerForPreTraining", "ClusterFormerForQuestionAnswering", "ClusterFormerForSequenceClassification",
     "ClusterFormerForTokenClassification", "ClusterFormerModel", "MeasuredError", "Report", "__version__",
     "calibrate", "extend_positions", "from_pretrained", "list_methods", "log_clustering", "measured_error",
-    "model_card", "ops", "patch_attention", "push_to_hub", "report", "unpatch_attention",
+    "model_card", "ops", "parallelize", "patch_attention", "push_to_hub", "report", "unpatch_attention",
 ]  # fmt: skip

@@ -7,6 +7,7 @@ from .measured import measured_error
 from .measurements import MeasuredError
 from .methods import list_methods, make_method
 from .patch import patch_attention, unpatch_attention
+from .tensor_parallel import parallelize
 
 register()
 
@@ -17,6 +18,7 @@ __all__ = [
     "list_methods",
     "make_method",
     "measured_error",
+    "parallelize",
     "patch_attention",
     "unpatch_attention",
 ]

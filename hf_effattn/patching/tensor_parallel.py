@@ -14,6 +14,7 @@ from typing import TYPE_CHECKING, Any, TypeVar
 from torch import nn
 from transformers import PreTrainedModel
 
+from .adapters import has_adapters
 from .methods import METHODS
 from .model_types.stacks import Stack, find_stacks
 from .module_patch import RECORD, ModulePatch
@@ -37,8 +38,8 @@ def parallelize(model: Model, mesh: "DeviceMesh") -> Model:
     Each process computes its share of the heads, and holds its share of the tokens everywhere else: feed-forward
     layers, norms and what a backward pass needs of them. The weights of embeddings and attention are divided, too. The
     outputs are those of one process up to rounding, and every process gets all of them. Patch the model before or
-    after. Settings of single heads follow their heads. Of other models transformers divides the heads, not the tokens,
-    where they have a plan for it: `distributed_config=DistributedConfig(tp_size=...)` in `from_pretrained`, then patch.
+    after. Settings of single heads follow their heads. Of Llama and other types that have a plan for it transformers
+    divides the heads: `from_pretrained(..., distributed_config=DistributedConfig(tp_size=2))`, then patch.
 
     Every process loads the same weights first, and calls the model with the same inputs. What a model returns of its
     middle layers is divided: `hidden_states` are `DTensor`s, except the last, and attention weights and
@@ -114,20 +115,18 @@ def _checked(model: Any, mesh: "DeviceMesh") -> Stack:
     added = next((kind.method for kind in METHODS.values() if kind.parameters_name in base._modules), None)
     if added is not None:
         raise ValueError(
-            f'{name} was converted to "{added}", whose parameters cannot be divided: train it by FSDP or DDP, or divide '
-            "an exact model or one with another method"
+            f'{name} was converted to "{added}", whose parameters cannot be divided: train it by FSDP or DDP, or '
+            "divide a model with another method"
         )
-    changed = {type(base.get_submodule(path)) for path, _ in _with_parameters(base)} - DIVIDED
-    if changed:
+    changed = sorted({type(module).__name__ for _, module in _with_parameters(base) if not _is_plain(module)})
+    if changed or has_adapters(model):
+        what = ", ".join(changed) or "adapters"
         raise ValueError(
-            f"{name} has layers that cannot be divided ({', '.join(sorted(kind.__name__ for kind in changed))}): "
-            "divide the model without adapters, quantisation or other layers in place of torch's own"
+            f"{name} has layers that cannot be divided ({what}): divide the model without adapters (merge them), "
+            "quantised weights or layers in place of torch's own"
         )
     check_tokens_undivided(stack.modules, "parallelize")
     return stack
-
-
-DIVIDED: set[type] = {nn.Linear, nn.Embedding, nn.LayerNorm}
 
 
 def _with_parameters(base: nn.Module) -> Iterator[tuple[str, nn.Module]]:
@@ -135,6 +134,13 @@ def _with_parameters(base: nn.Module) -> Iterator[tuple[str, nn.Module]]:
     for path, module in base.named_modules():
         if path.split(".")[0] != "pooler" and next(module.parameters(recurse=False), None) is not None:
             yield path, module
+
+
+def _is_plain(module: nn.Module) -> bool:
+    """Whether a module is torch's own, with weights that are numbers in memory."""
+    weights = list(module.parameters(recurse=False))
+    plain = all(type(weight) is nn.Parameter and not weight.is_meta for weight in weights)
+    return plain and type(module) in (nn.Linear, nn.Embedding, nn.LayerNorm)
 
 
 def _parameters_outside(model: nn.Module, base: nn.Module) -> set[int]:

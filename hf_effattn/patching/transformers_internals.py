@@ -160,7 +160,7 @@ def tensor_parallel_rank(module: nn.Module) -> int | None:
 
 
 def is_distributed(tensor: torch.Tensor) -> bool:
-    """Whether a tensor is a `DTensor`, of FSDP or tensor parallelism, whose module need not be imported: 2.6 to 2.13."""
+    """Whether a tensor is a `DTensor`, of FSDP or tensor parallelism; their module need not be loaded: 2.6 to 2.13."""
     return hasattr(tensor, "device_mesh")
 
 

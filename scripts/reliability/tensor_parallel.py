@@ -1,9 +1,9 @@
 """Divides one text among processes by `hf_effattn.parallelize`: peak memory, seconds, and whether the output changes.
 
 The model is a random RoBERTa of base size with bi-clustered attention and a position for every token. Each process is
-new. Its peak is the most that it ever held (`VmHWM`, which `getrusage` gives as `ru_maxrss`, but there with the peak of
-the process that started it), less what it held after its imports; both are kept. The difference of the output is the
-relative L2 distance from one process of one thread, on every 64th token.
+new. Its peak is the most that it ever held, less what it held after its imports; both are kept. It is read from
+`VmHWM`: `ru_maxrss` is the same, or the peak of the process that started this one where that is more. The difference
+of the output is the relative L2 distance from one process of one thread, on every 64th token.
 
     python -m scripts.reliability.tensor_parallel        # writes scripts/results/tensor_parallel.json
 

@@ -1,4 +1,4 @@
-"""Where texts are divided by tokens, each process would attend to its part alone: refused at the patch, or at a call."""
+"""A method would attend to each part of a text that is divided by tokens: refused at the patch, or at a call."""
 
 from collections.abc import Callable, Iterator
 from typing import Any
