@@ -394,6 +394,7 @@ TABLES: dict[Path, dict[str, Callable[[], str]]] = {
         "pixtral": exact_tables.pixtral,
         "images": images,
         "int8": linear_layers,
+        "one text": reliability_tables.one_text,
     },
     PATCHING / "COMPATIBILITY.md": {"compatibility": compatibility.table},
     ROOT / "hf_effattn" / "ops" / "README.md": {"kernels": gpu_tables.kernels},

@@ -1,4 +1,4 @@
-"""The tables of `model_cards/RELIABILITY.md`, from what the scripts of `scripts/reliability` keep."""
+"""The tables of what the scripts of `scripts/reliability` keep: `model_cards/RELIABILITY.md`, one text on processes."""
 
 import json
 import re
@@ -7,12 +7,14 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+from hf_effattn.reporting.numbers import count
 from hf_effattn.reporting.table import markdown
 
 from ..reliability.faults import VERDICTS
 from ..reliability.memory import LENGTHS, slope
 from ..reliability.mutants import listed_mutants
 from ..reliability.versions import TRIED, suites_of
+from .cst_tables import Table, of_file
 
 RESULTS = Path(__file__).resolve().parents[2] / "scripts" / "results"
 OUR_SUITES = ("core", "compatibility")
@@ -124,6 +126,36 @@ def versions() -> str:
     ]
     said = [f"Failed: {', '.join(failed) or 'none'}.", f"Not run here: {'; '.join(missing) or 'none'}."]
     return "\n\n".join([markdown(header, lines), *said])
+
+
+@of_file("tensor_parallel")
+def one_text(result: dict[str, Any]) -> Table:
+    """One text on one process and on several: what the process that holds most holds, and seconds."""
+    divisions: dict[tuple[int, int, int], Rows] = {}
+    for row in result["rows"]:
+        division = row["tokens"], row["processes"], row["threads_each"]
+        divisions.setdefault(division, []).append(row)
+    lines = []
+    for (tokens, processes, threads), ranks in divisions.items():
+        most = {name: max(row[name] for row in ranks) for name in ("seconds", "peak", "weights", "difference")}
+        share = most["peak"] / divisions[tokens, 1, 1][0]["peak"]
+        lines.append([
+            f"{tokens:,}",
+            f"{processes} process{'es' if processes > 1 else ''} of {count(threads, 'thread')}",
+            f"{most['seconds']:,.0f} s",
+            f"{most['peak'] / 2**20:,.0f} MiB, {share:.2f}×",
+            f"{most['weights'] / 2**20:,.0f} MiB",
+            f"{most['difference']:.0e}" if most["difference"] else "",
+        ])  # fmt: skip
+    idle = max(row["idle"] for row in result["rows"]) / 2**20
+    settings = result["settings"]
+    note = (
+        f"{settings['model']}, {settings['layers']} layers, random weights, {settings['method']}, float32, one pass "
+        f"without gradients. Memory: the most that a process held, less the {idle:,.0f} MiB that it held after its "
+        "imports, and what of it are weights; times of one process of one thread. Difference: relative L2 distance of "
+        "the last hidden state from that process's. "
+    )
+    return markdown(["tokens", "on", "time", "memory", "weights", "difference"], lines), note
 
 
 def numbers_in(versions: str) -> list[int]:
