@@ -1,4 +1,4 @@
-"""The tables of what the scripts of `scripts/reliability` keep: `model_cards/RELIABILITY.md`, one text on processes."""
+"""The tables of what the scripts of `scripts/reliability` keep: of `model_cards/RELIABILITY.md`, and one other."""
 
 import json
 import re
