@@ -12,10 +12,14 @@ from typing import Any
 
 import pytest
 import torch
+import torch.distributed as dist
 import torch.nn.functional as F
+from accelerate.big_modeling import _attach_context_parallel_hooks
 from accelerate.hooks import ModelHook, add_hook_to_module
 from packaging.version import parse
 from torch import nn
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.tensor.experimental import context_parallel
 from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.utils.flop_counter import FlopCounterMode
 from transformers import AttentionInterface, AttentionMaskInterface, AutoConfig, AutoModel
@@ -310,6 +314,38 @@ def test_transforms_and_modes_are_seen() -> None:
 def test_the_compiler_tells_an_export_from_a_compilation() -> None:
     """`torch.compiler.is_exporting`, from torch 2.7 on; before, `is_exported` takes either for an export."""
     assert hasattr(torch.compiler, "is_exporting") or parse(torch.__version__).release < (2, 7)
+
+
+# Models divided among processes
+
+
+def test_accelerate_names_its_hooks_of_context_parallelism() -> None:
+    """accelerate/big_modeling.py. `drops_masks` knows them by the function that defines them."""
+    model = tiny("llama")
+    _attach_context_parallel_hooks(model)
+    (hook,) = model.layers[0].self_attn._forward_pre_hooks.values()
+    assert hook.__qualname__ == "_attach_context_parallel_hooks.<locals>._self_attn_pre_forward_hook"
+    assert hook((), (), {"attention_mask": 1}) == ((), {"attention_mask": None, "is_causal": True})
+
+
+def test_context_parallelism_of_torch_is_seen_at_sdpa() -> None:
+    """torch/distributed/tensor/experimental: `_distribute_function`. `context_parallel_is_on` asks for its module."""
+    before, place = F.scaled_dot_product_attention, "torch.distributed.tensor.experimental."
+    dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
+    try:
+        with context_parallel(init_device_mesh("cpu", (1,))):
+            assert F.scaled_dot_product_attention.__module__.startswith(place)
+        assert F.scaled_dot_product_attention is before
+    finally:
+        dist.destroy_process_group()
+    assert not str(getattr(before, "__module__", "")).startswith(place)
+
+
+def test_a_model_that_is_not_divided_has_no_number_of_processes() -> None:
+    """transformers/distributed/mixin.py: `_tp_size`. `tensor_parallel_size` takes none for one."""
+    model = tiny("llama")
+    assert getattr(model, "_tp_size", None) in (None, 1)
+    assert not any(hasattr(parameter, "device_mesh") for parameter in model.parameters())
 
 
 # Hooks of accelerate, and sentence-transformers

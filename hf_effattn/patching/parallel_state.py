@@ -1,7 +1,7 @@
 """How a model is divided among processes: which heads are this one's, and whether it has some of the tokens only."""
 
 from collections.abc import Iterable
-from typing import Any, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 from torch import nn
 from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
@@ -13,6 +13,9 @@ from .transformers_internals import (
     tensor_parallel_rank,
     tensor_parallel_size,
 )
+
+if TYPE_CHECKING:
+    from .methods import Method
 
 # An attribute of the attention modules that `parallelize` has divided.
 SHARE = "_effattn_share"
@@ -41,6 +44,21 @@ def head_share(module: nn.Module, model: nn.Module | None = None) -> HeadShare |
     if SHARE in vars(module) or ranks == 1:
         return vars(module).get(SHARE)
     return HeadShare(tensor_parallel_rank(module), ranks)
+
+
+def for_this_process(method: "Method | None", module: nn.Module, model: nn.Module | None = None) -> "Method | None":
+    """What this process runs of the method of a layer: settings of single heads are those of its share.
+
+    Args:
+        method (`Method`, *optional*): what `Method.for_layers` gave; None where the layer stays exact.
+        module (`nn.Module`): the attention module.
+        model (`PreTrainedModel`, *optional*): as in `head_share`.
+
+    Raises:
+        ValueError: settings of single heads, and it is not known which heads are this process's.
+    """
+    share = head_share(module, model)
+    return method if method is None or share is None else method.for_share(*share)
 
 
 def check_tokens_undivided(modules: Iterable[nn.Module], method: str) -> None:

@@ -11,7 +11,7 @@ from .methods import METHODS, list_methods
 from .methods.base import quoted
 from .model_types.stacks import find_stacks, hides_the_future, is_causal
 from .module_patch import RECORD, ModulePatch
-from .parallel_state import head_share
+from .parallel_state import for_this_process
 from .patched_models import remember
 from .planning import PatchPlan, check_model, plan_patches
 from .snapshot import Snapshot
@@ -168,8 +168,5 @@ def _apply(plan: PatchPlan) -> None:
         previous = exact if earlier is None or current not in list_methods() else earlier.previous
         owner = None if plan.parameters is None else base
         forget_measurements(module)
-        chosen = plan.method.for_layers(served) if patched else None
-        share = None if chosen is None else head_share(module, plan.stack.model)
-        if chosen is not None and share is not None:
-            chosen = chosen.for_share(*share)
+        chosen = for_this_process(plan.method.for_layers(served) if patched else None, module, plan.stack.model)
         setattr(module, RECORD, ModulePatch(chosen, previous, owner, len(served), is_causal(module)))

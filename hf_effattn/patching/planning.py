@@ -24,7 +24,7 @@ from .model_types.stacks import (
 )
 from .model_types.table import MODEL_TYPES, NOT_SERVED, WHAT_IS_SERVED
 from .module_patch import RECORD
-from .parallel_state import check_tokens_undivided, head_share
+from .parallel_state import check_tokens_undivided, for_this_process, head_share
 from .sentence_transformers import cut_at, is_sentence_transformer, models_inside
 from .stored import check_layers, saved_method
 from .transformers_internals import can_set_implementation
@@ -193,15 +193,13 @@ def plan_patch(stack: Stack, method: Method, layers: Any) -> PatchPlan:
 def _check_heads_divide(stack: Stack, method: Method) -> None:
     """Raise where a model is divided among processes by its heads, and the method cannot be divided alike."""
     for module, served in zip(stack.modules, stack.layers, strict=True):
-        share, of_layers = head_share(module, stack.model), method.for_layers(served)
-        if share is None or of_layers is None:
-            continue
-        if method.parameters_name:
+        share = head_share(module, stack.model)
+        if share is not None and method.parameters_name:
             raise ValueError(
                 f'"{method.method}" adds parameters, and {type(stack.model).__name__} is divided among {share.ranks} '
                 "processes, which would not have them in common: train it on one process, or by FSDP or DDP"
             )
-        of_layers.for_share(*share)
+        for_this_process(method.for_layers(served), module, stack.model)
 
 
 def _full_layers(stack: Stack) -> list[int]:

@@ -18,7 +18,7 @@ from .adapters import has_adapters
 from .methods import METHODS
 from .model_types.stacks import Stack, find_stacks
 from .module_patch import RECORD, ModulePatch
-from .parallel_state import SHARE, HeadShare, check_tokens_undivided
+from .parallel_state import SHARE, HeadShare, check_tokens_undivided, for_this_process
 from .planning import not_a_model
 from .transformers_internals import is_distributed
 
@@ -83,8 +83,8 @@ def parallelize(model: Model, mesh: "DeviceMesh") -> Model:
     for module in stack.modules:
         setattr(module, SHARE, share)
         patch: ModulePatch | None = vars(module).get(RECORD)
-        if patch is not None and patch.method is not None:
-            setattr(module, RECORD, replace(patch, method=patch.method.for_share(*share)))
+        if patch is not None:
+            setattr(module, RECORD, replace(patch, method=for_this_process(patch.method, module)))
     return model
 
 

@@ -18,6 +18,7 @@ from ..model_types.stacks import (
 )
 from ..model_types.table import DECODERS, NOT_SERVED, WHAT_IS_SERVED
 from ..module_patch import RECORD, ModulePatch
+from ..parallel_state import for_this_process
 from ..patched_models import warn_of_other_settings
 from ..stored import FIELD, check_layers, read_stored
 
@@ -81,7 +82,7 @@ def _method_from_config(module: nn.Module, method: str) -> Method | None:
         )
     config: Any = module.config
     selected = layers is None or index in check_layers(layers, config.num_hidden_layers)
-    return chosen.for_layers((index,)) if selected else None
+    return for_this_process(chosen.for_layers((index,)) if selected else None, module)
 
 
 def causal_error(method: str, name: str) -> str:
