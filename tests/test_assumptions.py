@@ -330,10 +330,10 @@ def test_accelerate_names_its_hooks_of_context_parallelism() -> None:
 
 def test_context_parallelism_of_torch_is_seen_at_sdpa() -> None:
     """torch/distributed/tensor/experimental: `_distribute_function`. `context_parallel_is_on` asks for its module."""
-    before, place = F.scaled_dot_product_attention, "torch.distributed.tensor.experimental."
+    before, place, text = F.scaled_dot_product_attention, "torch.distributed.tensor.experimental.", torch.ones(1, 8)
     dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
     try:
-        with context_parallel(init_device_mesh("cpu", (1,))):
+        with context_parallel(init_device_mesh("cpu", (1,)), buffers=[text], buffer_seq_dims=[1]):
             assert F.scaled_dot_product_attention.__module__.startswith(place)
         assert F.scaled_dot_product_attention is before
     finally:

@@ -68,7 +68,8 @@ def parallelize(model: Model, mesh: "DeviceMesh") -> Model:
         >>> tokenizer, model = AutoTokenizer.from_pretrained("BAAI/bge-m3"), AutoModel.from_pretrained("BAAI/bge-m3")
         >>> model = hf_effattn.patch_attention(model, "bi-clustered")
         >>> model = hf_effattn.parallelize(model, init_device_mesh("cpu", (2,)))  # torchrun --nproc-per-node 2 ...
-        >>> outputs = model(**tokenizer(open("long.txt").read(), return_tensors="pt"))
+        >>> model(**tokenizer(open("long.txt").read(), return_tensors="pt")).last_hidden_state.shape[0]
+        1
     """
     from torch.distributed.tensor.parallel import parallelize_module
 

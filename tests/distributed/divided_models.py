@@ -3,6 +3,7 @@
 from collections.abc import Callable
 from typing import Any
 
+import numpy as np
 import torch
 import torch.distributed as dist
 from support.tiny_decoders import make_model
@@ -34,6 +35,7 @@ OF_DECODER: dict[str, dict[str, Any]] = {
     },
 }
 Change = Callable[[PreTrainedModel], PreTrainedModel]
+Arrays = dict[str, np.ndarray]  # tensors would be shared with a process that may have ended
 
 
 def encoder(model_type: str = "roberta", auto_class: Any = AutoModel, **changes: Any) -> PreTrainedModel:
@@ -53,18 +55,17 @@ def divided(model: PreTrainedModel) -> PreTrainedModel:
     return hf_effattn.parallelize(model, init_device_mesh("cpu", (dist.get_world_size(),)))
 
 
-def gradients(model: PreTrainedModel) -> dict[str, torch.Tensor]:
-    """Of all parameters that have one, whole."""
-    return {
-        name: gradient.full_tensor() if isinstance(gradient, DTensor) else gradient
-        for name, parameter in model.named_parameters()
-        if (gradient := parameter.grad) is not None
-    }
+def whole(tensor: torch.Tensor) -> np.ndarray:
+    """A copy of all of it."""
+    return (tensor.full_tensor() if isinstance(tensor, DTensor) else tensor).detach().numpy().copy()
 
 
-def outcome(
-    make: Callable[[], PreTrainedModel], *changes: Change, padding: str | None = "right"
-) -> dict[str, torch.Tensor]:
+def gradients(model: PreTrainedModel) -> Arrays:
+    """Of all parameters that have one."""
+    return {name: whole(parameter.grad) for name, parameter in model.named_parameters() if parameter.grad is not None}
+
+
+def outcome(make: Callable[[], PreTrainedModel], *changes: Change, padding: str | None = "right") -> Arrays:
     """The last hidden state of an encoder on the rows that count, what is pooled, and all gradients.
 
     The weights of the loss differ by token, so that no two tokens can be exchanged.
@@ -83,7 +84,7 @@ def outcome(
     if pooled is not None:
         loss = loss + (pooled * weights[:, 0]).sum()
     loss.backward()
-    given = {"hidden": hidden[counts].detach()} | ({} if pooled is None else {"pooled": pooled.detach()})
+    given = {"hidden": whole(hidden[counts])} | ({} if pooled is None else {"pooled": whole(pooled)})
     return given | gradients(model)
 
 
@@ -95,9 +96,8 @@ def save_decoder(folder: str) -> None:
     make_model("llama").model.save_pretrained(folder)
 
 
-def of_decoder(folder: str, method: str, **options: Any) -> torch.Tensor:
+def of_decoder(folder: str, method: str, **options: Any) -> np.ndarray:
     """The last hidden state of a Llama whose key/value heads serve two query heads each."""
     model = hf_effattn.patch_attention(decoder(folder, **options), method, **OF_DECODER[method])
     with torch.no_grad():
-        hidden = model(**batch_of(model).inputs).last_hidden_state
-    return hidden.full_tensor() if isinstance(hidden, DTensor) else hidden
+        return whole(model(**batch_of(model).inputs).last_hidden_state)
