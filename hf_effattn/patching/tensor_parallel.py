@@ -11,6 +11,7 @@ from collections.abc import Iterator
 from dataclasses import replace
 from typing import TYPE_CHECKING, Any, TypeVar
 
+import torch
 from torch import nn
 from transformers import PreTrainedModel
 
@@ -29,6 +30,8 @@ Model = TypeVar("Model", bound=PreTrainedModel)
 
 # Encoders whose modules have the names of BERT's, and that normalise after each residual sum.
 LIKE_BERT = ("bert", "roberta", "xlm-roberta", "camembert", "electra", "ernie", "data2vec-text")
+# By the bytes of a number, the whole number that its bits make.
+BITS = {2: torch.int16, 4: torch.int32, 8: torch.int64}
 PROJECTIONS = ("attention.self.query", "attention.self.key", "attention.self.value", "attention.output.dense")
 
 
@@ -41,11 +44,12 @@ def parallelize(model: Model, mesh: "DeviceMesh") -> Model:
     after. Settings of single heads follow their heads. Of Llama and other types that have a plan for it transformers
     divides the heads: `from_pretrained(..., distributed_config=DistributedConfig(tp_size=2))`, then patch.
 
-    Every process loads the same weights first, and calls the model with the same inputs. What a model returns of its
-    middle layers is divided: `hidden_states` are `DTensor`s, except the last, and attention weights and
-    `measured_error` are of this process's heads. Gradients of divided weights are `DTensor`s, and those of heads on
-    top of the encoder are alike on all processes. Save the model's `torch.distributed.checkpoint.state_dict.
-    get_model_state_dict` with `full_state_dict=True`.
+    Every process loads the same weights first, and calls the model with the same inputs, which is checked. What a
+    model returns of its middle layers is divided: `hidden_states` are `DTensor`s, except the last, and attention
+    weights and `measured_error` are of this process's heads. For training seed all processes alike; optimizers take
+    the steps of one process, but `clip_grad_norm_` wants the encoder, whose gradients are `DTensor`s, and the head
+    apart. To save, call `save_pretrained(folder, state_dict=weights)` with the weights that `get_model_state_dict` of
+    `torch.distributed.checkpoint.state_dict` gathers.
 
     Args:
         model (`PreTrainedModel`): a BERT, RoBERTa, XLM-RoBERTa, CamemBERT, ELECTRA, ERNIE or Data2Vec text encoder,
@@ -77,7 +81,7 @@ def parallelize(model: Model, mesh: "DeviceMesh") -> Model:
     base = stack.model.base_model
     frozen = [name for name, parameter in base.named_parameters() if not parameter.requires_grad]
     parallelize_module(base, mesh, dict(_plan(base, _parameters_outside(model, base))), src_data_rank=None)
-    base.embeddings.register_forward_pre_hook(_divide_embeds(mesh), with_kwargs=True)
+    base.embeddings.register_forward_pre_hook(_given_to_all(mesh, type(model).__name__), with_kwargs=True)
     for name in frozen:  # torch makes new parameters, which learn
         base.get_parameter(name).requires_grad_(False)
     share = HeadShare(mesh.get_local_rank(), mesh.size())
@@ -192,17 +196,30 @@ def _plan(base: nn.Module, undivided: set[int]) -> Iterator[tuple[str, Any]]:
     yield f"encoder.layer.{last}", PrepareModuleOutput(output_layouts=tokens, desired_output_layouts=whole)
 
 
-def _divide_embeds(mesh: "DeviceMesh") -> Any:
-    """A hook of the embeddings that gives each rank its tokens of `inputs_embeds` `(B, N, width)`, where there are."""
+def _given_to_all(mesh: "DeviceMesh", name: str) -> Any:
+    """A hook of the embeddings that compares the inputs of all ranks, and divides `inputs_embeds` `(B, N, width)`.
+
+    Args:
+        mesh (`DeviceMesh`): of the ranks.
+        name (`str`): of the model, for the message.
+    """
     from torch.distributed.tensor import DTensor, Replicate, Shard
 
-    def divide(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[Any, Any]:
-        given = kwargs.get("inputs_embeds")
-        if given is not None:
-            divided = DTensor.from_local(given, mesh, [Replicate()], run_check=False).redistribute(
-                placements=[Shard(1)]
+    def check_and_divide(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[Any, Any]:
+        ids, embeds = kwargs.get("input_ids"), kwargs.get("inputs_embeds")
+        tokens = ids if embeds is None else embeds[..., 0].contiguous().view(BITS[embeds.element_size()])
+        places = torch.arange(tokens.shape[1], device=tokens.device)
+        mine = torch.tensor([*tokens.shape, int(tokens.sum()), int((tokens * places).sum())], device=tokens.device)
+        ours = [torch.empty_like(mine) for _ in range(mesh.size())]
+        torch.distributed.all_gather(ours, mine, group=mesh.get_group())
+        if not all(torch.equal(mine, theirs) for theirs in ours):
+            raise ValueError(
+                f"{name} is divided among {mesh.size()} processes, which need the same text; one has other inputs "
+                "than another. Trainer, DDP and samplers give each process its own: give all of them the same batch"
             )
-            kwargs |= {"inputs_embeds": divided}
+        if embeds is not None:
+            whole = DTensor.from_local(embeds, mesh, [Replicate()], run_check=False)
+            kwargs |= {"inputs_embeds": whole.redistribute(placements=[Shard(1)])}
         return args, kwargs
 
-    return divide
+    return check_and_divide

@@ -7,10 +7,12 @@ of the output is the relative L2 distance from one process of one thread, on eve
 
     python -m scripts.reliability.tensor_parallel        # writes scripts/results/tensor_parallel.json
 
-Lengths in the output file are not run again. Run nothing else on the machine meanwhile.
+Lengths in the output file are not run again. Run nothing else on the machine meanwhile: `load` is the mean number of
+busy processes in the minute before.
 """
 
 import json
+import os
 import tempfile
 import time
 from datetime import timedelta
@@ -77,11 +79,12 @@ def rows_of(tokens: int, layers: int, folder: Path) -> list[dict[str, Any]]:
     for processes, threads in DIVISIONS:
         place = folder / f"{tokens}-{processes}-{threads}"
         place.mkdir()
+        load = os.getloadavg()[0]  # of other programs, and of the division before
         start_processes(measure, (processes, threads, tokens, layers, place), nprocs=processes, start_method="spawn")
         for rank in range(processes):
             hidden = torch.load(place / f"{rank}.pt").double()
             expected = hidden if not rows else expected
-            row = {"tokens": tokens, "processes": processes, "threads_each": threads, "rank": rank}
+            row = {"tokens": tokens, "processes": processes, "threads_each": threads, "rank": rank, "load": load}
             row |= json.loads((place / f"{rank}.json").read_text(encoding="utf-8"))
             rows.append(row | {"difference": float((hidden - expected).norm() / expected.norm())})
     return rows

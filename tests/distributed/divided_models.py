@@ -30,7 +30,7 @@ OF_DECODER: dict[str, dict[str, Any]] = {
             {"method": "i-clustered", "clusters": 4, "exact_keys": 18, "segment_length": 4, "window": 4},
             {"method": "bi-clustered", "exact_keys": 18, "key_clusters": 4, "segment_length": 4, "window": 4},
         ],
-        "heads": [[0, 1], [1, 2], [2, 0]],  # of two key/value heads
+        "heads": [[0, 1, 2, 1], [1, 2, 0, 2], [2, 0, 2, 2]],  # of four key/value heads
         "min_length": 0,
     },
 }
@@ -93,11 +93,15 @@ def decoder(folder: str, **options: Any) -> PreTrainedModel:
 
 
 def save_decoder(folder: str) -> None:
-    make_model("llama").model.save_pretrained(folder)
+    make_model("llama", num_attention_heads=8, num_key_value_heads=4).model.save_pretrained(folder)
 
 
 def of_decoder(folder: str, method: str, **options: Any) -> np.ndarray:
     """The last hidden state of a Llama whose key/value heads serve two query heads each."""
     model = hf_effattn.patch_attention(decoder(folder, **options), method, **OF_DECODER[method])
+    ids = torch.randint(5, 60, (2, LENGTH), generator=torch.Generator().manual_seed(1))
+    mask = torch.ones_like(ids)
+    mask[0, :11] = 0
     with torch.no_grad():
-        return whole(model(**batch_of(model).inputs).last_hidden_state)
+        hidden = model(input_ids=ids, attention_mask=mask).last_hidden_state
+    return whole(hidden[mask.bool()])

@@ -10,12 +10,14 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+import torch.distributed as dist
 from peft import LoraConfig, get_peft_model
 from support.embedding_cases import save_encoder, text
 from support.ranks import on_ranks
 from support.tiny_models import tiny_model
 from torch import nn
-from transformers import AutoModelForMaskedLM, AutoModelForSequenceClassification
+from torch.distributed.checkpoint.state_dict import StateDictOptions, get_model_state_dict
+from transformers import AutoModel, AutoModelForMaskedLM, AutoModelForSequenceClassification
 
 import hf_effattn
 from distributed import divided_models as models
@@ -84,6 +86,75 @@ def test_heads_frozen_layers_and_shared_embeddings_stay_what_they_are(auto_class
     assert_alike(on_ranks([partial(of_head, auto_class, True)] * 2), expected)
 
 
+def losses(optimizer: Any, divide: bool) -> list[float]:
+    """Of some steps of a classifier, whose encoder and head are clipped apart."""
+    model = models.patched_by("bi-clustered")(models.encoder("bert", AutoModelForSequenceClassification))
+    model = models.divided(model) if divide else model
+    steps, inputs, each = optimizer(model.parameters(), lr=1e-2), models.batch_of(model).inputs, []
+    for _ in range(4):
+        loss = model(**inputs, labels=torch.tensor([0, 1])).loss
+        loss.backward()
+        for part in (model.bert.encoder, model.classifier):
+            nn.utils.clip_grad_norm_(part.parameters(), 0.5)
+        steps.step()
+        steps.zero_grad()
+        each.append(loss.item())
+    return each
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    "optimizer",
+    [torch.optim.AdamW, partial(torch.optim.SGD, momentum=0.9, weight_decay=0.1)],
+    ids=["adam", "sgd"],
+)
+def test_a_divided_model_takes_the_steps_of_one_process(optimizer: Any) -> None:
+    expected = losses(optimizer, divide=False)
+    assert len(set(expected)) == 4
+    for of_rank in on_ranks([partial(losses, optimizer, True)] * 2):
+        assert of_rank == pytest.approx(expected, rel=1e-7)
+
+
+def saved(folder: str) -> None:
+    model = models.divided(models.patched_by("per-head")(models.encoder()))
+    whole = get_model_state_dict(model, options=StateDictOptions(full_state_dict=True, cpu_offload=True))
+    if dist.get_rank() == 0:
+        model.save_pretrained(folder, state_dict=whole)
+
+
+@pytest.mark.slow
+def test_what_is_gathered_is_saved_with_the_settings_of_all_heads(tmp_path: Path) -> None:
+    on_ranks([partial(saved, str(tmp_path))] * 2)
+    loaded = hf_effattn.from_pretrained(AutoModel, tmp_path, dtype=torch.float64)
+    expected = models.patched_by("per-head")(models.encoder())
+    assert loaded.config.effattn == expected.config.effattn
+    pairs = zip(loaded.state_dict().items(), expected.state_dict().items(), strict=True)
+    assert all(name == other and torch.equal(weight, same) for (name, weight), (other, same) in pairs)
+
+
+def refusal_of_other_inputs(length: int | None, embeds: bool) -> str:
+    """What is said where rank 1 has another text than rank 0."""
+    model = models.divided(models.patched_by("bi-clustered")(models.encoder()))
+    inputs = models.batch_of(model).inputs
+    if embeds:
+        inputs["inputs_embeds"] = model.get_input_embeddings()(inputs.pop("input_ids")).full_tensor()
+    name = "inputs_embeds" if embeds else "input_ids"
+    inputs[name] = inputs[name].flip(1) if dist.get_rank() else inputs[name]
+    inputs = {name: value[:, : length if dist.get_rank() else None] for name, value in inputs.items()}
+    with pytest.raises(ValueError, match="other inputs than") as refused:
+        model(**inputs)
+    return str(refused.value)
+
+
+@pytest.mark.slow_except("order")
+@pytest.mark.parametrize(
+    ("length", "embeds"), [(None, False), (40, False), (None, True)], ids=["order", "length", "embeds"]
+)
+def test_other_inputs_on_another_rank_are_refused_on_all(length: int | None, embeds: bool) -> None:
+    for said in on_ranks([partial(refusal_of_other_inputs, length, embeds)] * 2):
+        assert "RobertaModel is divided among 2 processes, which need the same text; one has other inputs than" in said
+
+
 @pytest.fixture
 def llama(tmp_path: Any) -> str:
     models.save_decoder(str(tmp_path))
@@ -93,15 +164,19 @@ def llama(tmp_path: Any) -> str:
 def by_transformers(folder: str, method: str) -> np.ndarray:
     from transformers.distributed import DistributedConfig
 
-    return models.of_decoder(folder, method, distributed_config=DistributedConfig(tp_size=2))
+    return models.of_decoder(folder, method, distributed_config=DistributedConfig(tp_size=dist.get_world_size()))
 
 
 @pytest.mark.compatibility("transformers", "tensor parallelism of a decoder, settings of single heads too", "runs")
 @pytest.mark.slow
+@pytest.mark.parametrize("ranks", [2, 4])
 @pytest.mark.parametrize("method", models.OF_DECODER)
-def test_a_decoder_that_transformers_divided_runs_the_settings_of_its_heads(llama: str, method: str) -> None:
+def test_a_decoder_that_transformers_divided_runs_the_settings_of_its_heads(
+    llama: str, method: str, ranks: int
+) -> None:
+    """Two query heads share the keys of one, and the first text is padded to the left."""
     expected = models.of_decoder(llama, method)
-    for hidden in on_ranks([partial(by_transformers, llama, method)] * 2):
+    for hidden in on_ranks([partial(by_transformers, llama, method)] * ranks):
         np.testing.assert_allclose(hidden, expected, **NEAR)
 
 
@@ -182,6 +257,7 @@ def refusals_of_a_divided_model() -> list[str]:
         partial(models.divided, model),
         partial(hf_effattn.patch_attention, model, "cst", slice_length=4),
         partial(hf_effattn.extend_positions, model, 128),
+        partial(hf_effattn.report, model, models.batch_of(model).inputs),
     ):
         with pytest.raises(ValueError, match=r"divided|sharded") as refused:
             call()
@@ -190,11 +266,12 @@ def refusals_of_a_divided_model() -> list[str]:
     return said
 
 
-def test_a_divided_model_is_not_divided_again_nor_converted() -> None:
-    (again, converted, extended) = on_ranks([refusals_of_a_divided_model] * 2)[0]
+def test_a_divided_model_is_not_divided_again_converted_extended_or_measured() -> None:
+    again, converted, extended, measured = on_ranks([refusals_of_a_divided_model] * 2)[0]
     assert "call parallelize first, and once" in again
     assert '"cst" adds parameters, and RobertaModel is divided among 2 processes' in converted
     assert "sharded" in extended
+    assert "RobertaModel is divided among 2 processes, and only a whole model can be measured" in measured
 
 
 def test_heads_that_transformers_left_untold_are_refused_before_anything_changes() -> None:
