@@ -32,7 +32,8 @@ Model = TypeVar("Model", bound=PreTrainedModel)
 LIKE_BERT = ("bert", "roberta", "xlm-roberta", "camembert", "electra", "ernie", "data2vec-text")
 # By the bytes of a number, the whole number that its bits make.
 BITS = {2: torch.int16, 4: torch.int32, 8: torch.int64}
-PROJECTIONS = ("attention.self.query", "attention.self.key", "attention.self.value", "attention.output.dense")
+OF_HEADS = ("attention.self.query", "attention.self.key", "attention.self.value")
+AFTER_HEADS = "attention.output.dense"
 
 
 def parallelize(model: Model, mesh: "DeviceMesh") -> Model:
@@ -80,7 +81,8 @@ def parallelize(model: Model, mesh: "DeviceMesh") -> Model:
     stack = _checked(model, mesh)
     base = stack.model.base_model
     frozen = [name for name, parameter in base.named_parameters() if not parameter.requires_grad]
-    parallelize_module(base, mesh, dict(_plan(base, _parameters_outside(model, base))), src_data_rank=None)
+    plan = dict(_plan(base, stack.depth, _parameters_outside(model, base)))
+    parallelize_module(base, mesh, plan, src_data_rank=None)
     base.embeddings.register_forward_pre_hook(_given_to_all(mesh, type(model).__name__), with_kwargs=True)
     for name in frozen:  # torch makes new parameters, which learn
         base.get_parameter(name).requires_grad_(False)
@@ -159,11 +161,12 @@ def _parameters_outside(model: nn.Module, base: nn.Module) -> set[int]:
     }
 
 
-def _plan(base: nn.Module, undivided: set[int]) -> Iterator[tuple[str, Any]]:
+def _plan(base: nn.Module, depth: int, undivided: set[int]) -> Iterator[tuple[str, Any]]:
     """How torch is to divide each module of an encoder.
 
     Args:
         base (`nn.Module`): the model without its head.
+        depth (`int`): how many layers it has.
         undivided (`set[int]`): ids of parameters to be left whole.
     """
     from torch.distributed.tensor import Replicate, Shard
@@ -176,24 +179,21 @@ def _plan(base: nn.Module, undivided: set[int]) -> Iterator[tuple[str, Any]]:
     )
 
     whole, tokens = Replicate(), Shard(1)
+    style: Any
     for path, module in _with_parameters(base):
-        if isinstance(module, nn.Embedding):
-            if id(module.weight) in undivided:
-                yield (
-                    path,
-                    PrepareModuleOutput(output_layouts=whole, desired_output_layouts=tokens, use_local_output=False),
-                )
-            else:
-                yield path, ColwiseParallel(output_layouts=tokens, use_local_output=False)
-        elif path.endswith(PROJECTIONS[:3]):
-            yield path, ColwiseParallel()
-        elif path.endswith(PROJECTIONS[3]):
-            yield path, RowwiseParallel(output_layouts=tokens, use_local_output=False)
+        if isinstance(module, nn.Embedding) and id(module.weight) in undivided:
+            style = PrepareModuleOutput(output_layouts=whole, desired_output_layouts=tokens, use_local_output=False)
+        elif isinstance(module, nn.Embedding):
+            style = ColwiseParallel(output_layouts=tokens, use_local_output=False)
+        elif path.endswith(OF_HEADS):
+            style = ColwiseParallel()
+        elif path.endswith(AFTER_HEADS):
+            style = RowwiseParallel(output_layouts=tokens, use_local_output=False)
         else:
-            yield path, SequenceParallel()  # the weights whole, and of the input this rank's tokens
+            style = SequenceParallel()  # whole weights, and this rank's tokens of the input
+        yield path, style
     yield "encoder.layer.*.attention.self", PrepareModuleInput(input_layouts=tokens, desired_input_layouts=whole)
-    last = base.config.num_hidden_layers - 1
-    yield f"encoder.layer.{last}", PrepareModuleOutput(output_layouts=tokens, desired_output_layouts=whole)
+    yield f"encoder.layer.{depth - 1}", PrepareModuleOutput(output_layouts=tokens, desired_output_layouts=whole)
 
 
 def _given_to_all(mesh: "DeviceMesh", name: str) -> Any:
@@ -206,8 +206,11 @@ def _given_to_all(mesh: "DeviceMesh", name: str) -> Any:
     from torch.distributed.tensor import DTensor, Replicate, Shard
 
     def check_and_divide(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[Any, Any]:
-        ids, embeds = kwargs.get("input_ids"), kwargs.get("inputs_embeds")
-        tokens = ids if embeds is None else embeds[..., 0].contiguous().view(BITS[embeds.element_size()])
+        embeds: Any = kwargs.get("inputs_embeds")
+        if embeds is None:
+            tokens = kwargs["input_ids"]
+        else:
+            tokens = embeds[..., 0].contiguous().view(BITS[embeds.element_size()])
         places = torch.arange(tokens.shape[1], device=tokens.device)
         mine = torch.tensor([*tokens.shape, int(tokens.sum()), int((tokens * places).sum())], device=tokens.device)
         ours = [torch.empty_like(mine) for _ in range(mesh.size())]

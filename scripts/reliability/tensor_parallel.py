@@ -75,7 +75,8 @@ def measure(rank: int, processes: int, threads: int, tokens: int, layers: int, f
 
 def rows_of(tokens: int, layers: int, folder: Path) -> list[dict[str, Any]]:
     """A row for every rank of every division, with bytes, seconds and the difference of its output."""
-    rows, expected = [], torch.empty(0)
+    rows: list[dict[str, Any]] = []
+    expected = torch.empty(0)
     for processes, threads in DIVISIONS:
         place = folder / f"{tokens}-{processes}-{threads}"
         place.mkdir()

@@ -130,7 +130,7 @@ class PerHead(Method):
             )
         return self._with_row(row[rank * heads : (rank + 1) * heads])
 
-    def _with_row(self, row: tuple[int, ...]) -> "PerHead | None":
+    def _with_row(self, row: Sequence[int]) -> "PerHead | None":
         """The same for one module with these heads; None where all of them are exact."""
         return None if min(row) == len(self.candidates) else replace(self, heads=(row,))
 
