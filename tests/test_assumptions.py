@@ -319,6 +319,19 @@ def test_the_compiler_tells_an_export_from_a_compilation() -> None:
 # Models divided among processes
 
 
+def test_functions_that_are_set_stand_apart_from_registered_ones() -> None:
+    """transformers/utils/generic.py: `_local_mapping`. `replaced_functions` looks for DeepSpeed's there."""
+    functions = AttentionInterface()
+    functions["sdpa"] = functions["eager"] = nn.Identity()
+    assert set(functions._local_mapping) == {"sdpa", "eager"}
+    AttentionInterface.register("registered", nn.Identity())
+    try:
+        assert "registered" in functions
+        assert "registered" not in functions._local_mapping
+    finally:
+        del AttentionInterface._global_mapping["registered"]
+
+
 def test_accelerate_names_its_hooks_of_context_parallelism() -> None:
     """accelerate/big_modeling.py. `drops_masks` knows them by the function that defines them."""
     model = tiny("llama")

@@ -4,12 +4,12 @@ from collections.abc import Iterable
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 from torch import nn
-from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
 from .transformers_internals import (
     context_parallel_is_on,
     drops_masks,
     is_by_ulysses,
+    replaced_functions,
     tensor_parallel_rank,
     tensor_parallel_size,
 )
@@ -81,7 +81,7 @@ def check_tokens_undivided(modules: Iterable[nn.Module], method: str) -> None:
 
 
 def _who_divides_tokens(modules: Iterable[Any]) -> str | None:
-    ulysses = next((name for name, attend in ALL_ATTENTION_FUNCTIONS.items() if is_by_ulysses(attend)), None)
+    ulysses = next((name for name, attend in replaced_functions().items() if is_by_ulysses(attend)), None)
     if ulysses is not None:
         return f'DeepSpeed\'s Ulysses has taken the place of "{ulysses}" attention and divides texts by tokens'
     if any(map(drops_masks, modules)):

@@ -21,6 +21,7 @@ from transformers.masking_utils import (
     sliding_window_bidirectional_overlay,
     sliding_window_overlay,
 )
+from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 from transformers.utils.output_capturing import _CAN_RECORD_REGISTRY, _active_collector
 
 # Attributes that hold the forward of a module: accelerate keeps the one that it has wrapped (1.0 to 1.15).
@@ -162,6 +163,15 @@ def tensor_parallel_rank(module: nn.Module) -> int | None:
 def is_distributed(tensor: torch.Tensor) -> bool:
     """Whether a tensor is a `DTensor`, of FSDP or tensor parallelism; their module need not be loaded: 2.6 to 2.13."""
     return hasattr(tensor, "device_mesh")
+
+
+def replaced_functions() -> dict[str, Any]:
+    """Attention functions that others set in place of transformers' own or beside them: `_local_mapping`, 5.7 to 5.24.
+
+    Those that are registered, as ours are, do not stand in it, so it is empty as a rule.
+    """
+    mapping: dict[str, Any] = ALL_ATTENTION_FUNCTIONS._local_mapping
+    return mapping
 
 
 def is_by_ulysses(function: Any) -> bool:

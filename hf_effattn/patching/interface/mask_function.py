@@ -17,6 +17,7 @@ from ..exact.windows import IN_BLOCKS, hides_keys, mask_of_blocks, sees_all, win
 from ..methods import list_methods
 from ..model_types.stacks import hides_the_future
 from ..model_types.table import MODEL_TYPES, NOT_SERVED
+from ..parallel_state import check_tokens_undivided
 from ..transformers_internals import implementation_of
 from .settings import unsupported_error
 
@@ -47,8 +48,11 @@ def padding_mask(
         or, of types that are not in the table, `(B, 1, N, M)`, to be added.
 
     Raises:
-        ValueError: a model type that is known and not served, which may hear of the method by its mask alone.
+        ValueError: a model type that is known and not served, which may hear of the method by its mask alone; texts
+            divided by tokens, by what may have taken the place of the attention function.
     """
+    if not torch.compiler.is_compiling():
+        check_tokens_undivided((), implementation_of(kwargs.get("config")))
     kwargs |= {"batch_size": batch_size, "kv_length": kv_length, "q_offset": q_offset, "mask_function": mask_function}
     entry = MODEL_TYPES.get(getattr(kwargs.get("config"), "model_type", ""))
     if entry is None and not _is_composite(kwargs.get("config")):

@@ -30,36 +30,38 @@ def assert_refused(call: Callable[[], Any], who: str) -> None:
 
 
 @pytest.fixture
-def ulysses() -> Iterator[Callable[[str], None]]:
-    """Puts a function that says it is DeepSpeed's in the place of one of transformers', as `ulysses_sp` does it."""
-    replaced = []
+def ulysses() -> Iterator[Callable[[], None]]:
+    """Puts a function that says it is DeepSpeed's in the place of all, as `ulysses_sp` does it, ours among them."""
+    names = list(ALL_ATTENTION_FUNCTIONS)
 
-    def register(name: str) -> None:
+    def register() -> None:
         def uattn_wrapper(*args: Any, **kwargs: Any) -> None:
             raise AssertionError("a text was attended to")
 
         uattn_wrapper.__module__ = "deepspeed.runtime.sequence_parallel.ulysses_sp"
-        ALL_ATTENTION_FUNCTIONS[name] = uattn_wrapper
-        replaced.append(name)
+        for name in names:
+            ALL_ATTENTION_FUNCTIONS[name] = uattn_wrapper
 
     yield register
-    for name in replaced:
+    for name in names:
         del ALL_ATTENTION_FUNCTIONS[name]
 
 
-def test_ulysses_is_refused_at_the_patch_and_nothing_changes(ulysses: Callable[[str], None]) -> None:
+def test_ulysses_is_refused_at_the_patch_and_nothing_changes(ulysses: Callable[[], None]) -> None:
     model = tiny_model("bert")
-    ulysses("sdpa")
-    assert_refused(lambda: patched(model), 'DeepSpeed\'s Ulysses has taken the place of "sdpa" attention .* by tokens')
+    ulysses()
+    assert_refused(lambda: patched(model), "DeepSpeed's Ulysses has taken the place of .* by tokens")
     assert model.config._attn_implementation == "sdpa"
     assert not hasattr(model.config, "effattn")
 
 
-def test_ulysses_after_the_patch_is_refused_at_the_call(ulysses: Callable[[str], None]) -> None:
+@pytest.mark.parametrize("padding", ["right", None])
+def test_ulysses_after_the_patch_is_refused_at_the_call(ulysses: Callable[[], None], padding: str | None) -> None:
+    """It has taken the place of our attention function, too."""
     model = patched(tiny_model("bert"))
-    batch = batch_for(model)
+    batch = batch_for(model, padding=padding)
     model(**batch.inputs)
-    ulysses("sdpa")
+    ulysses()
     assert_refused(lambda: model(**batch.inputs), "DeepSpeed's Ulysses .* by tokens")
     unpatched = hf_effattn.unpatch_attention(model)
     with pytest.raises(AssertionError, match="a text was attended to"):  # by DeepSpeed, which the model now calls
