@@ -355,9 +355,9 @@ def test_context_parallelism_of_torch_is_seen_at_sdpa() -> None:
 
 
 def test_a_model_that_is_not_divided_has_no_number_of_processes() -> None:
-    """transformers/distributed/mixin.py: `_tp_size`. `tensor_parallel_size` takes none for one."""
+    """transformers/modeling_utils.py: `tp_size`. `head_share` takes None for one process."""
     model = tiny("llama")
-    assert getattr(model, "_tp_size", None) in (None, 1)
+    assert model.tp_size in (None, 1)
     assert not any(hasattr(parameter, "device_mesh") for parameter in model.parameters())
 
 

@@ -162,7 +162,7 @@ class Measured:
                 measure different times, decide otherwise and wait for each other.
         """
         stacks = stacks_to_patch(model, list_methods()[0])
-        shares = [head_share(module, stack.model) for stack in stacks for module in stack.modules]
+        shares = [head_share(module, stack.model.tp_size) for stack in stacks for module in stack.modules]
         divided = next((share for share in shares if share is not None), None)
         if divided is not None:
             raise ValueError(

@@ -11,7 +11,6 @@ from .transformers_internals import (
     is_by_ulysses,
     replaced_functions,
     tensor_parallel_rank,
-    tensor_parallel_size,
 )
 
 if TYPE_CHECKING:
@@ -33,31 +32,30 @@ class HeadShare(NamedTuple):
     ranks: int
 
 
-def head_share(module: nn.Module, model: nn.Module | None = None) -> HeadShare | None:
+def head_share(module: nn.Module, tp_size: int | None = None) -> HeadShare | None:
     """The share of the heads that this process has; None where it has all of them.
 
     Args:
         module (`nn.Module`): an attention module.
-        model (`PreTrainedModel`, *optional*): the model around it, which transformers may have divided.
+        tp_size (`int`, *optional*): of the model around it, which transformers may have divided.
     """
-    ranks = tensor_parallel_size(model)
-    if SHARE in vars(module) or ranks == 1:
+    if SHARE in vars(module) or tp_size in (None, 1):
         return vars(module).get(SHARE)
-    return HeadShare(tensor_parallel_rank(module), ranks)
+    return HeadShare(tensor_parallel_rank(module), tp_size)
 
 
-def for_this_process(method: "Method | None", module: nn.Module, model: nn.Module | None = None) -> "Method | None":
+def for_this_process(method: "Method | None", module: nn.Module, tp_size: int | None = None) -> "Method | None":
     """What this process runs of the method of a layer: settings of single heads are those of its share.
 
     Args:
         method (`Method`, *optional*): what `Method.for_layers` gave; None where the layer stays exact.
         module (`nn.Module`): the attention module.
-        model (`PreTrainedModel`, *optional*): as in `head_share`.
+        tp_size (`int`, *optional*): as in `head_share`.
 
     Raises:
         ValueError: settings of single heads, and it is not known which heads are this process's.
     """
-    share = head_share(module, model)
+    share = head_share(module, tp_size)
     return method if method is None or share is None else method.for_share(*share)
 
 

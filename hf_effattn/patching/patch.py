@@ -168,5 +168,6 @@ def _apply(plan: PatchPlan) -> None:
         previous = exact if earlier is None or current not in list_methods() else earlier.previous
         owner = None if plan.parameters is None else base
         forget_measurements(module)
-        chosen = for_this_process(plan.method.for_layers(served) if patched else None, module, plan.stack.model)
+        of_layers = plan.method.for_layers(served) if patched else None
+        chosen = for_this_process(of_layers, module, plan.stack.model.tp_size)
         setattr(module, RECORD, ModulePatch(chosen, previous, owner, len(served), is_causal(module)))

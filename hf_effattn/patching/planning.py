@@ -193,13 +193,13 @@ def plan_patch(stack: Stack, method: Method, layers: Any) -> PatchPlan:
 def _check_heads_divide(stack: Stack, method: Method) -> None:
     """Raise where a model is divided among processes by its heads, and the method cannot be divided alike."""
     for module, served in zip(stack.modules, stack.layers, strict=True):
-        share = head_share(module, stack.model)
+        share = head_share(module, stack.model.tp_size)
         if share is not None and method.parameters_name:
             raise ValueError(
                 f'"{method.method}" adds parameters, and {type(stack.model).__name__} is divided among {share.ranks} '
                 "processes, which would not have them in common: train it on one process, or by FSDP or DDP"
             )
-        for_this_process(method.for_layers(served), module, stack.model)
+        for_this_process(method.for_layers(served), module, stack.model.tp_size)
 
 
 def _full_layers(stack: Stack) -> list[int]:

@@ -144,13 +144,8 @@ def longt5_means(hidden_states: torch.Tensor, mask: torch.Tensor, block: int) ->
 # Models divided among processes
 
 
-def tensor_parallel_size(model: Any) -> int:
-    """Among how many processes transformers has divided the heads of a model: `_tp_size`, 5.7 to 5.24."""
-    return getattr(model, "_tp_size", None) or 1
-
-
 def tensor_parallel_rank(module: nn.Module) -> int | None:
-    """Which of these processes this is; None where no weight tells.
+    """Which of the processes this is that have shares of a module's heads; None where no weight tells.
 
     transformers' mesh has its tensor-parallel dimension last, 5.24. Earlier versions kept some weights as plain
     tensors.
