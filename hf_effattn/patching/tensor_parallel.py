@@ -81,8 +81,7 @@ def parallelize(model: Model, mesh: "DeviceMesh") -> Model:
     stack = _checked(model, mesh)
     base = stack.model.base_model
     frozen = [name for name, parameter in base.named_parameters() if not parameter.requires_grad]
-    plan = dict(_plan(base, stack.depth, _parameters_outside(model, base)))
-    parallelize_module(base, mesh, plan, src_data_rank=None)
+    parallelize_module(base, mesh, dict(_plan(base, stack.depth, _parameters_outside(model, base))))
     base.embeddings.register_forward_pre_hook(_given_to_all(mesh, type(model).__name__), with_kwargs=True)
     for name in frozen:  # torch makes new parameters, which learn
         base.get_parameter(name).requires_grad_(False)
