@@ -12,6 +12,7 @@ from dataclasses import replace
 from typing import TYPE_CHECKING, Any, TypeVar
 
 import torch
+from packaging.version import parse
 from torch import nn
 from transformers import PreTrainedModel
 
@@ -27,6 +28,8 @@ if TYPE_CHECKING:
     from torch.distributed.device_mesh import DeviceMesh
 
 Model = TypeVar("Model", bound=PreTrainedModel)
+
+OLDEST_TORCH = "2.13"  # the linear layers of 2.6 take no input that is divided by tokens; those between were not tried
 
 # Encoders whose modules have the names of BERT's, and that normalise after each residual sum.
 LIKE_BERT = ("bert", "roberta", "xlm-roberta", "camembert", "electra", "ernie", "data2vec-text")
@@ -61,9 +64,9 @@ def parallelize(model: Model, mesh: "DeviceMesh") -> Model:
         The same `model`.
 
     Raises:
-        ValueError: another model type or a decoder, heads that do not divide evenly, a mesh of several dimensions, a
-            model that is divided already, has adapters or quantised layers or was converted to `"cst"`, or texts that
-            are divided by tokens. The model is then unchanged.
+        ValueError: a torch before 2.13, another model type or a decoder, heads that do not divide evenly, a mesh of
+            several dimensions, a model that is divided already, has adapters or quantised layers or was converted to
+            `"cst"`, or texts that are divided by tokens. The model is then unchanged.
         TypeError: something that is not a transformers model.
 
     Example:
@@ -98,6 +101,10 @@ def _checked(model: Any, mesh: "DeviceMesh") -> Stack:
     """The stack of a model that can be divided; raises where it cannot."""
     if not isinstance(model, PreTrainedModel):
         raise not_a_model(model)
+    if parse(torch.__version__) < parse(OLDEST_TORCH):
+        raise ValueError(
+            f"parallelize needs torch {OLDEST_TORCH} or newer, and this is {torch.__version__}: update it"
+        )
     name, model_type = type(model).__name__, model.config.model_type
     if model_type not in LIKE_BERT or model.config.is_decoder:
         what = f'model type "{model_type}"' if model_type not in LIKE_BERT else "a decoder"

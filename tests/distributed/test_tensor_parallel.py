@@ -11,6 +11,8 @@ import numpy as np
 import pytest
 import torch
 import torch.distributed as dist
+import transformers
+from packaging.version import parse
 from peft import LoraConfig, get_peft_model
 from support.embedding_cases import save_encoder, text
 from support.ranks import on_ranks
@@ -21,8 +23,11 @@ from transformers import AutoModel, AutoModelForMaskedLM, AutoModelForSequenceCl
 
 import hf_effattn
 from distributed import divided_models as models
-from hf_effattn.patching.tensor_parallel import LIKE_BERT
+from hf_effattn.patching import tensor_parallel
 
+pytestmark = pytest.mark.skipif(
+    parse(torch.__version__) < parse(tensor_parallel.OLDEST_TORCH), reason="parallelize needs a newer torch"
+)
 NEAR: dict[str, Any] = {"rtol": 1e-9, "atol": 1e-9}  # of float64
 
 
@@ -54,7 +59,7 @@ def test_a_divided_model_can_be_patched(method: str) -> None:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("model_type", LIKE_BERT)
+@pytest.mark.parametrize("model_type", tensor_parallel.LIKE_BERT)
 def test_every_type_is_served_exact_as_well(model_type: str) -> None:
     make = partial(models.encoder, model_type)
     for padding in (None, "left"):
@@ -169,6 +174,7 @@ def by_transformers(folder: str, method: str) -> np.ndarray:
 
 @pytest.mark.compatibility("transformers", "tensor parallelism of a decoder, settings of single heads too", "runs")
 @pytest.mark.slow
+@pytest.mark.skipif(parse(transformers.__version__) < parse("5.24"), reason="it divided models in other ways before")
 @pytest.mark.parametrize("ranks", [2, 4])
 @pytest.mark.parametrize("method", models.OF_DECODER)
 def test_a_decoder_that_transformers_divided_runs_the_settings_of_its_heads(
@@ -247,6 +253,12 @@ def test_what_cannot_be_divided_is_refused_before_anything_changes(make: Any, me
     with pytest.raises(ValueError, match=said):
         hf_effattn.parallelize(model, mesh)
     assert state() == before
+
+
+def test_an_older_torch_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(torch, "__version__", "2.6.0+cpu")
+    with pytest.raises(ValueError, match=r"needs torch 2\.13 or newer, this is 2\.6\.0\+cpu"):
+        hf_effattn.parallelize(models.encoder(), Mesh(2))
 
 
 def refusals_of_a_divided_model() -> list[str]:
