@@ -124,7 +124,10 @@ def _stacks_of(model: nn.Module, method: str) -> list[Stack]:
 def check_model(model: Any) -> None:
     if not isinstance(model, nn.Module):
         name = model.__name__ if isinstance(model, type) else type(model).__name__
-        raise TypeError(f"model must be a transformers model, got {name}; load it with from_pretrained")
+        raise TypeError(
+            f"model must be a transformers model, got {name}; load it with from_pretrained, or pass the one that this "
+            "holds"
+        )
 
 
 def not_a_model(model: Any) -> TypeError:
@@ -273,8 +276,11 @@ def _warn_of_decoder_loss(plan: PatchPlan) -> None:
     )
 
 
-def why_never_used(plan: PatchPlan, cut: int | None = None) -> str | None:
-    """What to warn of where exact attention runs on every input that the model takes, or a `cut` leaves; else None."""
+def why_never_used(plan: PatchPlan, cut: tuple[int, str] | None = None) -> str | None:
+    """What to warn of where exact attention runs on every input that the model takes, or a `cut` leaves; else None.
+
+    `cut` is what `cut_at` says of a model of sentence-transformers around it.
+    """
     config, method = plan.stack.model.config, plan.method
     exact = plan.stack.exact
     nothing_to_approximate, gains = not any(map(exact.serves, exact.modules)), exact.gains()
@@ -301,17 +307,18 @@ def why_never_used(plan: PatchPlan, cut: int | None = None) -> str | None:
         return f"The patch will {does}: by its settings every head attends exactly."
     extendable = longest_input(config)
     longest = extendable or usual_length(config)
-    is_cut = cut is not None and (longest is None or cut < longest)
-    if is_cut:
-        longest = cut
+    if cut is not None and longest is not None and cut[0] >= longest:
+        cut = None
+    if cut is not None:
+        longest = cut[0]
     if longest is None or not method.is_exact(longest, kind):
         return None
     longer = "For longer inputs call extend_positions; to" if extendable else "To"
-    if is_cut:
-        longer = f"For longer inputs {'call extend_positions' if extendable else 'set max_seq_length'}; to"
+    if cut is not None:
+        longer = f"For longer inputs {'call extend_positions' if extendable else f'set {cut[1]}'}; to"
     if longest < shortest:
         why = f"starts at {shortest:,}, because exact attention is faster below"
-        fewer = "" if extendable or is_cut else "To start earlier give fewer clusters; to"
+        fewer = "" if extendable or cut is not None else "To start earlier give fewer clusters; to"
         advice = f"{fewer or longer} force the method pass min_length=0"
     else:
         why = "has nothing to approximate in so few"

@@ -71,10 +71,23 @@ def _collect(module: nn.Module, models: list[PreTrainedModel], seen: set[nn.Modu
         _collect(child, models, seen)
 
 
-def cut_at(model: nn.Module) -> int | None:
-    """The tokens at which a model of sentence-transformers cuts texts; None for any other, or where it does not."""
-    length = getattr(model, "max_seq_length", None) if is_sentence_transformer(model) else None
-    return int(length) if isinstance(length, int) and length < sys.maxsize else None
+def cut_at(model: nn.Module) -> tuple[int, str] | None:
+    """The tokens at which a model of sentence-transformers cuts texts, and the attribute that says so.
+
+    Returns:
+        `(int, str)`, *optional*: None for any other model, or where no text is cut.
+    """
+    if not is_sentence_transformer(model):
+        return None
+    lengths = {"document_length": _document_length(model), "max_seq_length": getattr(model, "max_seq_length", None)}
+    cuts = ((length, name) for name, length in lengths.items() if isinstance(length, int) and length < sys.maxsize)
+    return next(cuts, None)
+
+
+def _document_length(model: nn.Module) -> int | None:
+    """Where `encode_document` cuts texts, if elsewhere than at `max_seq_length`, as checkpoints of ColBERT do."""
+    first = model if hasattr(model, "document_length") else next(model.children(), None)
+    return getattr(first, "document_length", None)
 
 
 def model_and_inputs(model: Any, inputs: Any) -> tuple[Any, Any]:
@@ -83,7 +96,8 @@ def model_and_inputs(model: Any, inputs: Any) -> tuple[Any, Any]:
     Args:
         model (`nn.Module`): any.
         inputs (`str`, `tuple`, `Sequence` of them or of `Mapping`): texts, or for a CrossEncoder pairs of them, each
-            to be a batch of its own, cut and with the default prompt as `encode` has them; or encoded inputs.
+            to be a batch of its own, cut and with the default prompt as `encode` has them, or where documents have a
+            length of their own, cut there; or encoded inputs.
 
     Returns:
         `(PreTrainedModel, list)`: the model, and one encoding per text.
@@ -113,7 +127,10 @@ def _is_text(text: Any) -> bool:
 
 
 def _encoded(model: Any, inside: PreTrainedModel, text: Any, prompt: str | None) -> dict[str, Any]:
-    features = model.preprocess([text], **({} if prompt is None else {"prompt": prompt}))
+    options = {} if prompt is None else {"prompt": prompt}
+    if _document_length(model) is not None:
+        options["task"] = "document"
+    features = model.preprocess([text], **options)
     taken = inspect.signature(inside.forward).parameters
     return {name: value for name, value in features.items() if name in taken}
 

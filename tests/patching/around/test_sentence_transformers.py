@@ -17,6 +17,7 @@ from support.sentence_models import (
     FOLDERS,
     HEADS,
     LENGTHS,
+    MultiVectorEncoder,
     inside,
     outputs,
     same,
@@ -187,6 +188,8 @@ def test_what_cannot_be_patched_is_refused_in_words(tmp_path: Path) -> None:
         hf_effattn.patch_attention(SentenceTransformer, "clustered")
     with pytest.raises(TypeError, match="must be a transformers model"):
         hf_effattn.extend_positions(SentenceTransformer, 128)
+    with pytest.raises(TypeError, match=r"got SimpleNamespace; .*pass the one that this holds"):
+        hf_effattn.patch_attention(SimpleNamespace(client=static), "clustered")
 
 
 @pytest.mark.parametrize("kind", [SentenceTransformer, CrossEncoder])
@@ -212,6 +215,19 @@ def test_a_patch_that_no_text_reaches_is_warned_of(saved: dict[Any, str]) -> Non
     with pytest.warns(UserWarning, match=r"takes at most 20 tokens.*call extend_positions") as caught:
         hf_effattn.patch_attention(model, "clustered", clusters=4, min_length=30)
     assert caught[0].filename == __file__
+
+
+@pytest.mark.skipif(MultiVectorEncoder is None, reason="of newer versions")
+def test_documents_with_a_length_of_their_own_are_cut_there(tmp_path: Path) -> None:
+    """ColBERT's checkpoints cut documents at 180 or 300 tokens, whatever the model takes."""
+    model = made(MultiVectorEncoder, save_plain(tmp_path, MultiVectorEncoder))
+    model[0].document_length = 20
+    with pytest.warns(UserWarning, match=r"takes at most 20 tokens.*call extend_positions"):
+        hf_effattn.patch_attention(model, "clustered", clusters=4, min_length=30)
+    report = hf_effattn.report(model, texts((40,)), [I_CLUSTERED], repeats=0, memory=False)
+    assert report.inputs[0].length == 20
+    hf_effattn.extend_positions(model, 100)
+    assert len(model.encode_document(texts((90,)))[0]) > 64
 
 
 def test_trains_and_resumes(saved: dict[Any, str], tmp_path: Path) -> None:
