@@ -257,7 +257,7 @@ def test_what_cannot_be_divided_is_refused_before_anything_changes(make: Any, me
 
 def test_an_older_torch_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(torch, "__version__", "2.6.0+cpu")
-    with pytest.raises(ValueError, match=r"needs torch 2\.13 or newer, this is 2\.6\.0\+cpu"):
+    with pytest.raises(ValueError, match=r"needs torch 2\.13 or newer, and this is 2\.6\.0\+cpu"):
         hf_effattn.parallelize(models.encoder(), Mesh(2))
 
 
