@@ -64,14 +64,17 @@ def held_out_inputs(
     device: torch.device | None = None,
     dtype: torch.dtype = torch.float32,
     files: tuple[str, ...] = HELD_OUT,
+    model_folder: Path | None = None,
 ) -> list[Inputs]:
     """The same of all six layers on the held-out books, one after the other, on which no setting was chosen.
+
+    `model_folder`: of another model, whose layers and heads count as they are.
 
     Raises:
         FileNotFoundError: the model is not installed, or the data sets are not there.
         ValueError: the books are shorter.
     """
-    model, tokenizer, _ = load_model(None)
+    model, tokenizer, _ = load_model(None if model_folder is None else str(model_folder))
     books = held_out_tokens(tokenizer, files)
     tokens = torch.cat([books[0][:1], *(book[1:-1] for book in books), books[0][-1:]])
     if length > len(tokens):

@@ -15,6 +15,7 @@ import gzip
 import json
 import statistics
 import time
+from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Annotated, Any
@@ -66,17 +67,28 @@ class Meeting:
     queries: tuple[str, ...]
 
 
-def read_meetings(splits: list[str]) -> list[Meeting]:
-    """The meetings of some splits of QMSum: train, val, test."""
-    meetings = []
+def rows_of(splits: list[str]) -> Iterator[dict[str, Any]]:
+    """QMSum's own rows of some splits: train, val, test."""
     for split in splits:
         with gzip.open(dataset_path(f"qmsum/{split}.jsonl.gz"), "rt", encoding="utf-8") as lines:
-            for line in lines:
-                row = json.loads(line)
-                turns = (f"{turn['speaker']}: {turn['content']}" for turn in row["meeting_transcripts"])
-                queries = tuple(query["query"].strip() for query in row["specific_query_list"])
-                meetings.append(Meeting(row["meeting_id"], "\n".join(turns), queries))
-    return meetings
+            yield from map(json.loads, lines)
+
+
+def turns_of(row: dict[str, Any]) -> list[str]:
+    """The turns of a meeting as its text has them, a line each."""
+    return [f"{turn['speaker']}: {turn['content']}" for turn in row["meeting_transcripts"]]
+
+
+def read_meetings(splits: list[str]) -> list[Meeting]:
+    """The meetings of some splits."""
+    return [
+        Meeting(
+            row["meeting_id"],
+            "\n".join(turns_of(row)),
+            tuple(query["query"].strip() for query in row["specific_query_list"]),
+        )
+        for row in rows_of(splits)
+    ]
 
 
 def ndcg_of_queries(documents: np.ndarray, queries: np.ndarray, relevant: np.ndarray) -> list[float]:
@@ -100,14 +112,19 @@ def relevance(meetings: list[Meeting]) -> tuple[list[str], np.ndarray]:
 
 
 def embed_meeting(encoder: Encoder, tokens: Tokens, meeting: Meeting, name: str) -> dict[str, Any]:
-    """The vector of a meeting, the seconds it took and the tokens that it was made of; from the cache where it is.
-
-    A meeting runs alone, and so does each of its chunks: nothing is padded.
-    """
+    """The vector of a meeting by one of `KINDS`, as `kept_vector` has it."""
     settings = make_method(**METHODS[name]).to_dict() if name in METHODS else None
     path = run_folder(CACHE, name, [settings, __version__]) / f"{meeting.name}.npz"
+    return kept_vector(encoder, tokens, meeting.text, name, path)
+
+
+def kept_vector(encoder: Encoder, tokens: Tokens, text: str, name: str, path: Path) -> dict[str, Any]:
+    """The vector of a text, the seconds it took and the tokens that it was made of; from a file where that is there.
+
+    A text runs alone, and so does each of its chunks: nothing is padded.
+    """
     if not path.exists():
-        sequence, _ = tokens.sequence([meeting.text], TRAINED_LENGTH if name == CUT else None)
+        sequence, _ = tokens.sequence([text], TRAINED_LENGTH if name == CUT else None)
         start = time.process_time()
         document = tokens.chunks(sequence, TRAINED_LENGTH) if name == CHUNKS else [sequence]
         (vector,) = encoder.encode([document])
@@ -123,8 +140,6 @@ def embed_meeting(encoder: Encoder, tokens: Tokens, meeting: Meeting, name: str)
 def measure(encoder: Encoder, tokens: Tokens, meetings: list[Meeting], name: str) -> dict[str, Any]:
     """A row: how well the vectors of one kind retrieve, and what they cost."""
     model = encoder.model
-    queries, relevant = relevance(meetings)
-    wanted = encoder.encode([[tokens.sequence([query])[0]] for query in queries])
     if name in METHODS:
         patch_attention(model, **METHODS[name])
     try:
@@ -132,10 +147,18 @@ def measure(encoder: Encoder, tokens: Tokens, meetings: list[Meeting], name: str
     finally:
         if name in METHODS:
             unpatch_attention(model)
+    return {"method": name} | scores_of(encoder, tokens, meetings, embedded)
+
+
+def scores_of(
+    encoder: Encoder, tokens: Tokens, meetings: list[Meeting], embedded: list[dict[str, Any]]
+) -> dict[str, Any]:
+    """How well vectors of meetings, as `kept_vector` has them, are found by the queries, and what they cost."""
+    queries, relevant = relevance(meetings)
+    wanted = encoder.encode([[tokens.sequence([query])[0]] for query in queries])
     scores = ndcg_of_queries(np.stack([row["vector"] for row in embedded]), wanted, relevant)
     lengths = [int(row["tokens"]) for row in embedded]
     return {
-        "method": name,
         "meetings": len(meetings),
         "queries": len(queries),
         "ndcg_at_10": statistics.fmean(scores),

@@ -1,6 +1,7 @@
 """Pipelines, lm_eval, mteb and trl with patched models: what answers, is evaluated or trained is the patched model."""
 
 import math
+import statistics
 import warnings
 from pathlib import Path
 from typing import Any
@@ -9,7 +10,7 @@ import pytest
 import torch
 from datasets import Dataset
 from sentence_transformers import SentenceTransformer
-from sentence_transformers.sentence_transformer.modules import Pooling, Transformer
+from sentence_transformers.sentence_transformer.modules import Normalize, Pooling, Transformer
 from support.embedding_cases import save_encoder, text
 from support.sentence_models import save_tokenizer, texts
 from support.tiny_decoders import make_model
@@ -25,6 +26,8 @@ from transformers import (
 )
 
 import hf_effattn
+from scripts.benchmark.retrieval import Meeting, ndcg_of_queries, relevance
+from scripts.reproduce.long_embedder_mteb import mteb_score
 
 OF_DECODER = {"exact_keys": 24, "key_clusters": 2, "segment_length": 32, "window": 16, "min_length": 0}
 PATCH = {"clusters": 4, "topk": 4, "key_clusters": 4, "min_length": 0}
@@ -84,6 +87,22 @@ def test_mteb_tells_a_patched_model_from_the_exact_one_without_its_cache(encoder
     hf_effattn.patch_attention(model, "bi-clustered", **PATCH)
     assert score(model, cache) == pytest.approx(exact, abs=1e-6)
     assert score(model, None) != pytest.approx(exact, abs=1e-4)
+
+
+@pytest.mark.compatibility("mteb", "`AbsTaskRetrieval`: whole documents, ranked as `encode` has their vectors", "runs")
+def test_mteb_ranks_whole_documents_by_the_vectors_of_the_patched_model(encoder: str) -> None:
+    pytest.importorskip("mteb")
+    documents = [Meeting(f"d{n}", text(150 + n, n), (text(8, n + 20), text(8, n + 40))) for n in range(14)]
+    model = SentenceTransformer(modules=[Transformer(encoder), Pooling(16), Normalize()], device="cpu")
+    queries, relevant = relevance(documents)
+    scores = []
+    for _ in range(2):
+        vectors = model.encode([document.text for document in documents], batch_size=1)
+        wanted = model.encode(queries, batch_size=1)
+        scores.append(statistics.fmean(ndcg_of_queries(vectors, wanted, relevant)))
+        assert mteb_score(model, documents) == pytest.approx(scores[-1], abs=1e-4)
+        hf_effattn.patch_attention(model, "bi-clustered", clusters=2, topk=1, key_clusters=1, min_length=0)
+    assert scores[0] != pytest.approx(scores[1], abs=1e-3)
 
 
 def _similarity_task(mteb: Any) -> Any:

@@ -81,7 +81,7 @@ def test_a_run_finds_the_meetings_and_goes_on_where_it_was_stopped(data, real_mo
         retrieval.Encoder, "encode", lambda self, documents: encoded.append(len(documents)) or encode(self, documents)
     )
     retrieval.main(splits="test", **options)
-    assert encoded == [4, 1, 1, 4, 1, 1, 1]  # queries and what is missing: two meetings, and all three
+    assert encoded == [1, 1, 4, 1, 1, 1, 4]  # what is missing, two meetings and all three; after each the queries
     cut, clustered, exact = json.loads(output.read_text())["rows"]
     assert (cut["longest"], exact["queries"], exact["meetings"]) == (512, 4, 3)
     assert exact["shortest"] > 512

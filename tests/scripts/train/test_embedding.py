@@ -53,6 +53,9 @@ def losses_of(folder: Path) -> list[float]:
     return [row["loss"] for row in log if "loss" in row]
 
 
+@pytest.mark.compatibility(
+    "sentence-transformers", "`SentenceTransformerTrainer`, cached loss, gradient checkpointing, resumed", "runs"
+)
 @pytest.mark.slow_except("pairs-bi-clustered*")
 @pytest.mark.parametrize("method", [None, METHOD, "cst slice_length=4"], ids=str)
 @pytest.mark.parametrize("negatives", [False, True], ids=["pairs", "triplets"])
@@ -117,6 +120,7 @@ def test_settings_of_a_calibration_reach_the_model(common: list[str], tmp_path: 
     assert inside(loaded).config.effattn == inside(expected).config.effattn
 
 
+@pytest.mark.compatibility("sentence-transformers", "a cached loss in bfloat16: both of its passes", "runs")
 def test_both_passes_of_the_loss_are_in_bfloat16(
     common: list[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
