@@ -50,9 +50,10 @@ def parallelize(model: Model, mesh: "DeviceMesh") -> Model:
 
     Every process loads the same weights first, and calls the model with the same inputs, which is checked. What a
     model returns of its middle layers is divided: `hidden_states` are `DTensor`s, except the last, and attention
-    weights and `measured_error` are of this process's heads. For training seed all processes alike; optimizers take
-    the steps of one process, but `clip_grad_norm_` wants the encoder, whose gradients are `DTensor`s, and the head
-    apart. To save, call `save_pretrained(folder, state_dict=weights)` with the weights that `get_model_state_dict` of
+    weights and `measured_error` are of this process's heads. For training seed all processes alike, as the head on top
+    draws its dropout in each; on a CPU the tokens of each process then get the same dropout. Optimizers take the steps
+    of one process, but `clip_grad_norm_` wants the encoder, whose gradients are `DTensor`s, and the head apart. To
+    save, call `save_pretrained(folder, state_dict=weights)` with the weights that `get_model_state_dict` of
     `torch.distributed.checkpoint.state_dict` gathers.
 
     Args:
