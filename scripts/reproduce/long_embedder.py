@@ -10,8 +10,8 @@ training with calibrated settings.
     python -m scripts.reproduce.long_embedder                # writes scripts/results/long_embedder.json; hours
     python -m scripts.reproduce.long_embedder --phases positions,calibration,training
 
-A stopped run goes on where it was: trainings at the last step that was kept, judgements at the next meeting. All that
-is no result lies in `.cache/long_embedder`, with the trained model in its folder `meetings`.
+A step takes 12 GB of memory. A stopped run goes on where it was: trainings at the last step, judgements at the next
+meeting. All that is no result lies in `.cache/long_embedder`, with the trained model in its folder `meetings`.
 
 - **positions**: repeated or interpolated, before and after a few steps, by training meetings that are held out.
 - **calibration**: the settings of the heads, at a given error.
