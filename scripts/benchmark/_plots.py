@@ -24,6 +24,8 @@ PROCESSORS = {"benchmark_documents": ("bfloat16", "AVX-512"), "benchmark_documen
 # By theme: text and axes, exact attention, patched.
 THEMES = {"light": ("#1f2328", "#6e7781", "#0969da"), "dark": ("#f0f6fc", "#9198a1", "#58a6ff")}
 
+STEPS_TOGETHER = 10
+
 
 def draw_documents(processors: dict[str, pd.DataFrame], folder: Path) -> None:
     """Seconds of one document against its length, exact and patched: a light and a dark picture.
@@ -96,6 +98,28 @@ def draw_other_methods(rows: list[dict[str, Any]], path: Path, title: str) -> No
     figure.savefig(path, dpi=110)
 
 
+def draw_steps(rows: list[dict[str, Any]], path: Path) -> None:
+    """The loss of every step of trainings on the same batches, thin, and its mean of ten steps, thick.
+
+    Args:
+        rows (`list[dict]`): of each training, with `attention` and `losses`.
+        path (`Path`): of the picture.
+    """
+    ink, *colors = THEMES["light"]
+    figure = Figure(figsize=(5, 3), layout="constrained")
+    panel = figure.subplots()
+    for row, color, style in zip(rows, colors, ("-", "--"), strict=True):
+        losses = pd.Series(row["losses"], index=range(1, len(row["losses"]) + 1))
+        panel.plot(losses, style, color=color, linewidth=0.8, alpha=0.5)
+        panel.plot(losses.rolling(STEPS_TOGETHER).mean(), style, color=color, linewidth=2.2, label=row["attention"])
+    panel.legend(frameon=False, labelcolor=ink)
+    panel.tick_params(colors=ink)
+    panel.spines[["top", "right"]].set_visible(False)
+    panel.set_xlabel("step", color=ink, loc="left")
+    panel.set_ylabel(f"loss; thick: mean of {STEPS_TOGETHER} steps", color=ink)
+    figure.savefig(path, dpi=150)
+
+
 def _plain_numbers(panel: Axes) -> None:
     for axis in (panel.get_xaxis(), panel.get_yaxis()):
         axis.set_major_formatter(lambda value, _: f"{value:g}")
@@ -105,7 +129,7 @@ def _plain_numbers(panel: Axes) -> None:
 
 def main() -> None:
     """Draw every picture that has its JSON in `scripts/results`."""
-    results = {path.stem: json.loads(path.read_text(encoding="utf-8")) for path in RESULTS.glob("benchmark_*.json")}
+    results = {path.stem: json.loads(path.read_text(encoding="utf-8")) for path in RESULTS.glob("*.json")}
     draw_documents(
         {
             words: pd.DataFrame(results[name]["rows"]).query(
@@ -118,6 +142,8 @@ def main() -> None:
     other = results["benchmark_other_methods"]
     path = RESULTS / "benchmark_other_methods.png"
     draw_other_methods(other["rows"], path, other["environment"]["device_name"])
+    steps = [row for row in results["long_embedder"]["rows"] if row["phase"] == "steps"]
+    draw_steps(steps, RESULTS / "long_embedder_steps.png")
 
 
 if __name__ == "__main__":

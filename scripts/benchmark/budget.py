@@ -93,22 +93,22 @@ def tokens_of(tokenizer: Any, part: str, name: str, length: int) -> torch.Tensor
     return Passages(tokenizer, [Book(name, text[: 12 * length])]).longest(length)
 
 
-def inputs_of(run: dict[str, Any], decoder: bool = False) -> list[Inputs]:
-    """Query, key and value of every layer on one text."""
-    model, tokenizer = load_decoder() if decoder else load_model(None)[:2]
+def inputs_of(run: dict[str, Any], decoder: bool = False, folder: str | None = None) -> list[Inputs]:
+    """Query, key and value of every layer on one text; of the model in a folder, where one is given."""
+    model, tokenizer = load_decoder() if decoder else load_model(folder)[:2]
     tokens = tokens_of(tokenizer, run["part"], run["text"], run["length"])
     return layer_inputs(model.base_model, tokens, range(model.config.num_hidden_layers), None, torch.float32)
 
 
 @torch.no_grad()
-def measure_errors(run: dict[str, Any], decoder: bool = False) -> dict[str, Any]:
+def measure_errors(run: dict[str, Any], decoder: bool = False, folder: str | None = None) -> dict[str, Any]:
     """The error of every candidate, layer and key/value head on one text, and the bounds by which a tolerance decides.
 
     Where the future is masked there are no first queries: all of them decide.
     """
     names = ["errors", "bounds", *([] if decoder else ["first_bounds"])]
     measured: dict[str, list[list[list[float]]]] = {name: [] for name in names}
-    for query, key, value in inputs_of(run, decoder):
+    for query, key, value in inputs_of(run, decoder, folder):
         group = query.shape[1] // key.shape[1]
         exact = F.scaled_dot_product_attention(query, key, value, is_causal=decoder, enable_gqa=group > 1)
         exact = exact.transpose(1, 2)

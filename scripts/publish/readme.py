@@ -35,6 +35,7 @@ from . import (
     clusterformer_tables,
     compatibility,
     decoder_tables,
+    embedder_tables,
     exact_tables,
     gpu_tables,
     reliability_tables,
@@ -71,13 +72,16 @@ def gains(result: dict[str, Any]) -> Table:
     ]
     lengths = sorted({row["length"] for row in result["rows"] if row.get("part") == benchmark_other_methods.TRAINING})
 
+    trained = embedder_tables.trained_errors()
+
     def cell(*name: Any) -> str:
-        """One error for all processors but where rounding gave them other clusters."""
+        """One error for all processors but where rounding gave them other clusters; then that of the trained model."""
         cells = [rows[name] for rows in measured if name in rows]
         errors = [row["error"] for row in cells]
+        then = f"; {trained[name]:.2f}" if name in trained else ""
         if max(errors) - min(errors) < 0.015:
-            return "/".join(f"{row['speedup']:.1f}×" for row in cells) + f" ({max(errors):.2f})"
-        return "/".join(f"{row['speedup']:.1f}× ({row['error']:.2f})" for row in cells)
+            return "/".join(f"{row['speedup']:.1f}×" for row in cells) + f" ({max(errors):.2f}{then})"
+        return "/".join(f"{row['speedup']:.1f}× ({row['error']:.2f})" for row in cells) + then
 
     rows = [
         [f"`{method.split(',')[0]} {settings}`", *(cell(method, settings, length) for length in lengths)]
@@ -412,6 +416,8 @@ TABLES: dict[Path, dict[str, Callable[[], str]]] = {
         "before": paper_tables.before_fine_tuning,
         "approximation": paper_tables.approximation,
         "retrieval": retrieval,
+        "embedder": embedder_tables.judged,
+        "embedder steps": embedder_tables.steps,
         "clusterformer layers": clusterformer_tables.layers,
         "partner recall": clusterformer_tables.partner_recall,
         "mnist": clusterformer_tables.clusterings,

@@ -16,13 +16,16 @@ meeting. All that is no result lies in `.cache/long_embedder`, with the trained 
 - **positions**: repeated or interpolated, before and after a few steps, by training meetings that are held out.
 - **calibration**: the settings of the heads, at a given error.
 - **training**: on books, and then on meetings.
-- **retrieval**: the judged meetings, by four kinds of vectors, and what the trained model's gain query by query.
-  Seconds are the processor's.
+- **retrieval**: the judged meetings, by four kinds of vectors, and the gains of whole texts by the trained, patched
+  model, query by query. Seconds are the processor's. What needs no patch before the training is read from the results
+  of `scripts/benchmark/retrieval.py`.
 - **mteb**: the same by its own evaluator, where mteb is installed.
 - **errors**: of the settings in the README's table, on the attention of the model before and after.
+- **heads**: whether calibrated heads of the trained model keep their budget on other books and meetings.
 - **steps**: the first steps exact and patched, in turns.
 """
 
+import json
 import statistics
 from collections.abc import Callable
 from dataclasses import asdict, dataclass, replace
@@ -44,10 +47,12 @@ from hf_effattn.embedding.encoder import Encoder
 from hf_effattn.embedding.pooling import stored_pooling
 from hf_effattn.embedding.tokens import Tokens
 from hf_effattn.measuring.bench import exact_output
+from hf_effattn.measuring.choosing import errors_of
 from hf_effattn.patching.model_types.stacks import longest_input
 from hf_effattn.samples.model import DEFAULT_NAME, installed_model_folder
 from hf_effattn.settings_parsing import method_of
 
+from ..benchmark import budget
 from ..benchmark._inputs import held_out_inputs
 from ..benchmark.other_methods import errors_of_layers, few_calls
 from ..benchmark.retrieval import CUT, EXACT, TRAINED_LENGTH, Meeting, kept_vector, read_meetings, scores_of
@@ -73,6 +78,7 @@ from .long_embedder_mteb import mteb_score
 from .long_embedder_training import Recipe, Training, features_of, run_in_turns, run_to_the_end
 
 CACHE = Path(__file__).resolve().parents[2] / ".cache" / "long_embedder"
+RETRIEVAL = RESULTS / "retrieval.json"  # of the model before the training, but for the calibrated patch
 BY_MTEB = ((BEFORE, CUT), (AFTER, CUT), (AFTER, PATCHED))
 POSITIONS = ("repeated", "interpolated")
 METHOD = "bi-clustered"  # of the comparison of positions, with its defaults
@@ -298,12 +304,20 @@ def judge(work: Work) -> None:
         patch = {"settings": work.settings} if run["vector"] == PATCHED else {}
         cache = work.folder / "vectors" / f"{run['model']}-{run['vector']}".replace(" ", "-")
         work.kept.add(run | judgement(work.judged_folder(run["model"]), meetings, run["vector"], patch, cache))
-    trained = np.array(work.only(phase="retrieval", model=AFTER, vector=PATCHED)["ndcg_of_queries"])
+    trained = np.array(judged(work, AFTER, PATCHED)["ndcg_of_queries"])
     gains = [{"phase": "gains", "model": name, "vector": kind} for name, kind in COMPARED]
     for gain in work.missing(*gains):
-        differences = trained - np.array(work.only(**gain | {"phase": "retrieval"})["ndcg_of_queries"])
+        differences = trained - np.array(judged(work, gain["model"], gain["vector"])["ndcg_of_queries"])
         found = {"gain": float(differences.mean()), "standard_error": standard_error(differences.tolist())}
         work.kept.add(gain | found)
+
+
+def judged(work: Work, model: str, vector: str) -> dict[str, Any]:
+    """The row of a model's vectors of one kind: of `judge`, or of the benchmark of retrieval by exact attention."""
+    if (model, vector) in JUDGEMENTS:
+        return work.only(phase="retrieval", model=model, vector=vector)
+    rows = json.loads(RETRIEVAL.read_text(encoding="utf-8"))["rows"]
+    return next(row for row in rows if row["method"] == vector)
 
 
 def judge_by_mteb(work: Work) -> None:
@@ -314,7 +328,7 @@ def judge_by_mteb(work: Work) -> None:
     meetings = read_meetings(JUDGED)
     runs = [{"phase": "mteb", "model": name, "vector": kind} for name, kind in BY_MTEB]
     for run in work.missing(*runs):
-        ours = work.only(**run | {"phase": "retrieval"})["ndcg_at_10"]
+        ours = judged(work, run["model"], run["vector"])["ndcg_at_10"]
         folder = work.judged_folder(run["model"])
         longest = longest_of(meetings, folder)
         around, _, _ = reader_of(folder, longest)
@@ -339,6 +353,25 @@ def measure_errors(work: Work) -> None:
             errors = errors_of_layers(attends, layers, exact)
             named = {"method": method, "name": settings, "error": statistics.fmean(errors), "layer_errors": errors}
             rows.append(run | named)
+        work.kept.add(*rows)
+
+
+def measure_heads(work: Work) -> None:
+    """How many held-out heads keep a budget of the trained model, calibrated as `scripts/benchmark/budget.py` does.
+
+    And the errors of all heads, by layer, on the texts held out, with the candidates that the budget gives them.
+    """
+    folder = str(work.judged_folder(AFTER))
+    runs = [{"phase": "heads", "length": length} for length in ERROR_LENGTHS]
+    for run in work.missing(*runs):
+        texts = track(budget.texts(run["length"]), description=f"heads, {run['length']:,} tokens")
+        measured = [budget.measure_errors(text | {"length": run["length"]}, folder=folder) for text in texts]
+        held = budget.stacked([row for row in measured if row["part"] != "calibrated"], "errors")
+        rows = []
+        for kept in budget.coverage(measured).to_dict("records"):
+            heads, _, _ = budget.calibrated(measured, run["length"], kept["budget"])
+            errors = errors_of(heads, held).mean(dim=0)
+            rows.append(run | kept | {"head_errors": [[round(error, 3) for error in row] for row in errors.tolist()]})
         work.kept.add(*rows)
 
 
@@ -381,6 +414,7 @@ RUN: dict[str, Callable[[Work], None]] = {
     "retrieval": judge,
     "mteb": judge_by_mteb,
     "errors": measure_errors,
+    "heads": measure_heads,
     "steps": compare_steps,
 }
 

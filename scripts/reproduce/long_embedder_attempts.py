@@ -1,9 +1,9 @@
-"""Short trainings by other recipes than that of `scripts/reproduce/long_embedder.py`, by held-out training meetings.
+"""Short trainings by several recipes, of which `scripts/reproduce/long_embedder.py` has the best.
 
     python -m scripts.reproduce.long_embedder_attempts      # writes scripts/results/long_embedder_attempts.json
 
-Every row is a recipe, trained with exact attention: how well vectors of whole texts and means of chunks find the
-held-out meetings after it, all cut at 8,192 tokens.
+Every row is a recipe, trained with the default patch: how well vectors of whole texts and means of chunks find the
+held-out training meetings after it, all cut at 8,192 tokens. Several processes may share them: `--attempts 0,2`.
 """
 
 import statistics
@@ -19,7 +19,7 @@ from hf_effattn.samples.model import DEFAULT_NAME
 from hf_effattn.settings_parsing import method_of
 
 from ..benchmark.retrieval import CHUNKS
-from ..shared.command_line import run_with_help
+from ..shared.command_line import check_names, run_with_help
 from ..shared.runs import RESULTS, KeptRuns, print_table, run_folder
 from .long_embedder import (
     CACHE,
@@ -36,12 +36,15 @@ from .long_embedder_data import PATCHED
 from .long_embedder_training import Recipe
 
 LAST = 10  # steps, whose mean loss is shown
-# Lengths, tokens of a step, learning rate, scale; steps.
+# Lengths, tokens of a step, learning rate, scale; steps. The first is the model as it is.
+LONG, SHORT = (2048, 4096, 8192), (512, 1024)
 TRIED: tuple[tuple[tuple[tuple[int, ...], int, float, float], int], ...] = (
-    (((512, 1024), 8192, 1e-4, 20.0), 0),
-    (((512, 1024), 8192, 1e-4, 20.0), 60),
-    (((512, 1024), 8192, 3e-4, 20.0), 60),
-    (((512, 1024), 8192, 1e-4, 50.0), 60),
+    ((LONG, 16_384, 2e-4, 20.0), 0),
+    ((LONG, 16_384, 2e-4, 20.0), 20),
+    ((LONG, 16_384, 5e-5, 20.0), 20),
+    ((LONG, 16_384, 2e-4, 50.0), 20),
+    (((8192,), 16_384, 2e-4, 20.0), 20),
+    ((SHORT, 16_384, 2e-4, 20.0), 20),
 )
 SHOWN = (
     "lengths",
@@ -63,7 +66,7 @@ def attempt(work: Work, run: dict[str, Any], recipe: Recipe) -> list[dict[str, A
     name = run_folder(Path(), "attempt", run).name
     if run["steps"]:
         base, folder = folder, work.folder / name
-        made = train(work, "meetings", base, folder, recipe, run["steps"], {})
+        made = train(work, "meetings", base, folder, recipe, run["steps"], method_of(METHOD))
         made["last_loss"] = statistics.fmean(made["losses"][-LAST:])
     rows = []
     for vector, patch in ((CHUNKS, {}), (PATCHED, method_of(METHOD))):
@@ -73,6 +76,7 @@ def attempt(work: Work, run: dict[str, Any], recipe: Recipe) -> list[dict[str, A
 
 
 def main(
+    attempts: Annotated[str | None, typer.Option(help="Numbers, from 0, comma-separated. Default: all.")] = None,
     seed: int = Plan.seed,
     work: Annotated[Path, typer.Option(help="Folder of models, kept steps and vectors.")] = CACHE,
     output: Path = RESULTS / "long_embedder_attempts.json",
@@ -80,7 +84,9 @@ def main(
     """Train and judge by the recipes that the output file does not hold yet, and keep them as JSON."""
     kept = KeptRuns(output, {"seed": seed, "model": DEFAULT_NAME}, torch.device("cpu"))
     shared = Work(Plan(seed=seed), kept, run_folder(work, "attempts", kept.settings))
-    for settings, steps in TRIED:
+    chosen = attempts.split(",") if attempts else [str(number) for number in range(len(TRIED))]
+    check_names("attempts", chosen, [str(number) for number in range(len(TRIED))])
+    for settings, steps in (TRIED[int(number)] for number in chosen):
         recipe = Recipe(*settings, seed)
         run = asdict(recipe) | {"lengths": list(recipe.lengths), "steps": steps}
         for missing in kept.missing([run]):

@@ -8,7 +8,7 @@ from collections import Counter
 from collections.abc import Iterable, Iterator
 from dataclasses import astuple, dataclass
 from hashlib import sha256
-from itertools import accumulate, chain
+from itertools import accumulate, chain, product
 from pathlib import Path
 from random import Random
 from typing import Any
@@ -22,10 +22,11 @@ from ..shared.data import dataset_path
 JUDGED = ["test", "val"]  # splits of QMSum
 BEFORE, AFTER = "before", "after"  # the training
 PATCHED = "patched"
-VECTORS = (CHUNKS, CUT, PATCHED, EXACT)  # from cheap to dear
-JUDGEMENTS = tuple((model, vector) for vector in VECTORS for model in (BEFORE, AFTER))
+VECTORS = (CHUNKS, CUT, PATCHED, EXACT)
+# From cheap to dear; the other vectors before the training are in the results of `scripts/benchmark/retrieval.py`.
+JUDGEMENTS = ((AFTER, CHUNKS), (AFTER, CUT), (BEFORE, PATCHED), (AFTER, PATCHED), (AFTER, EXACT))
 # What the vectors of whole texts, patched, by the trained model are compared with.
-COMPARED = tuple(judged for judged in JUDGEMENTS if judged != (AFTER, PATCHED))
+COMPARED = tuple(pair for pair in product((BEFORE, AFTER), VECTORS) if pair != (AFTER, PATCHED))
 HELD_OUT_OF = 8  # of the meetings to train on, one in so many is for the choices
 PASSAGE = 128  # tokens of a passage beside a part of a book
 PASSAGES = 2  # before each part, and after it

@@ -211,7 +211,7 @@ class Training:
         """A row of results."""
         return {
             "losses": [round(loss, 4) for loss in self.losses],
-            "tokens": sum(self.tokens),
+            "train_tokens": sum(self.tokens),
             "train_seconds": round(sum(self.seconds), 1),
             "train_cpu_seconds": round(sum(self.cpu_seconds), 1),
         }

@@ -66,7 +66,7 @@ def test_all_queries_tell_of_a_head_that_the_first_leave_open() -> None:
 def test_errors_and_times_are_those_of_all_layers(monkeypatch: pytest.MonkeyPatch) -> None:
     generator = torch.Generator().manual_seed(0)
     layers = [tuple(torch.randn(1, 3, 300, 8, generator=generator) for _ in range(3)) for _ in range(2)]
-    monkeypatch.setattr(budget, "inputs_of", lambda run, decoder=False: layers)
+    monkeypatch.setattr(budget, "inputs_of", lambda run, *_: layers)
     runs = [{"part": "calibrated", "text": f"{number}", "length": 300} for number in range(2)]
     runs.append({"part": "books", "text": budget.HELD_OUT[0], "length": 300})
     rows = [budget.measure_errors(run) for run in runs]
@@ -90,7 +90,7 @@ def test_errors_and_times_are_those_of_all_layers(monkeypatch: pytest.MonkeyPatc
 def test_heads_of_a_decoder_that_share_keys_are_one(monkeypatch: pytest.MonkeyPatch) -> None:
     generator = torch.Generator().manual_seed(0)
     query, key, value = (torch.randn(1, heads, 1500, 8, generator=generator) for heads in (4, 2, 2))
-    monkeypatch.setattr(budget, "inputs_of", lambda run, decoder: [(query, key, value)])
+    monkeypatch.setattr(budget, "inputs_of", lambda *_: [(query, key, value)])
     row = budget.measure_errors({"part": "books", "text": "0", "length": 1500}, decoder=True)
     errors = budget.stacked([row], "errors")
     assert errors.shape == (1, len(CANDIDATES), 1, 2)

@@ -19,7 +19,7 @@ from transformers import AutoTokenizer
 
 import hf_effattn
 from hf_effattn.settings_parsing import method_of
-from scripts.benchmark import _inputs, retrieval
+from scripts.benchmark import _inputs, budget, retrieval
 from scripts.benchmark.other_methods import FEW
 from scripts.reproduce import long_embedder, long_embedder_attempts, long_embedder_data, long_embedder_training
 from scripts.shared.runs import KeptRuns
@@ -224,7 +224,7 @@ def test_a_training_learns_and_goes_on_where_it_was(tmp_path: Path, monkeypatch:
     monkeypatch.setattr(long_embedder_training.Training, "step", step)
     resumed = trained("stopped")
     assert resumed.losses == whole.losses
-    assert resumed.summary()["tokens"] == whole.summary()["tokens"]
+    assert resumed.summary()["train_tokens"] == whole.summary()["train_tokens"]
     weights = [dict(training.model.named_parameters()) for training in (whole, resumed)]
     assert all(torch.equal(weights[0][name], weights[1][name]) for name in weights[0])
     again = trained("whole")
@@ -258,7 +258,9 @@ def test_phases_go_on_where_they_were_and_agree(data: Path, tmp_path: Path, monk
     monkeypatch.setattr(long_embedder, "METHOD", patch)
     monkeypatch.setattr(long_embedder, "CALIBRATION_TEXTS", 4)
     monkeypatch.setattr(long_embedder, "PARTS_OF_BOOK", 4)
-    monkeypatch.setattr(long_embedder, "ERROR_LENGTHS", (700,))
+    monkeypatch.setattr(long_embedder, "ERROR_LENGTHS", (500,))
+    monkeypatch.setattr(budget, "CALIBRATED", ("pg1-one", "pg2-two"))
+    monkeypatch.setattr(budget, "HELD_OUT", ("pg98-a-tale-of-two-cities",))
 
     def calibrate(*given: Any, **named: Any) -> hf_effattn.Calibration:
         found = hf_effattn.calibrate(*given, candidates=candidates, **named)
@@ -267,6 +269,10 @@ def test_phases_go_on_where_they_were_and_agree(data: Path, tmp_path: Path, monk
 
     monkeypatch.setattr(long_embedder, "calibrate", calibrate)
     monkeypatch.setattr(long_embedder, "held_out_inputs", partial(_inputs.held_out_inputs, files=HELD_OUT))
+    monkeypatch.setattr(retrieval, "CACHE", tmp_path / "retrieval")
+    monkeypatch.setattr(long_embedder, "RETRIEVAL", tmp_path / "retrieval.json")
+    before = ("mean of chunks of 512", "cut at 512", "exact")
+    retrieval.main(methods=",".join(before), output=long_embedder.RETRIEVAL)
     with pytest.raises(Exception, match="the phase 'positions' has to run first"):
         long_embedder.main(phases="calibration", **options)
     embed, calls = long_embedder.kept_vector, []
@@ -290,8 +296,9 @@ def test_phases_go_on_where_they_were_and_agree(data: Path, tmp_path: Path, monk
     for row in judged.values():
         assert (row["meetings"], row["queries"], len(row["ndcg_of_queries"])) == (3, 4, 4)
         assert row["seconds"] > 0
+    judged |= {("before", row["method"]): row for row in rows_of(long_embedder.RETRIEVAL)}
     gains = {(row["model"], row["vector"]): row for row in rows if row["phase"] == "gains"}
-    assert set(gains) == set(judged) - {("after", "patched")}
+    assert set(gains) == set(judged) - {("after", "patched")} == set(long_embedder_data.COMPARED)
     for name, row in gains.items():
         assert row["gain"] == pytest.approx(
             judged["after", "patched"]["ndcg_at_10"] - judged[name]["ndcg_at_10"], abs=1e-4
@@ -308,6 +315,12 @@ def test_phases_go_on_where_they_were_and_agree(data: Path, tmp_path: Path, monk
     errors = [row for row in rows if row["phase"] == "errors"]
     assert len(errors) == 2 * sum(map(len, FEW.values()))
     assert all(len(row["layer_errors"]) == 6 and 0 < row["error"] < 1 for row in errors)
+    heads = [row for row in rows if row["phase"] == "heads"]
+    assert [row["budget"] for row in heads] == list(budget.BUDGETS)
+    for row in heads:
+        assert row["triples"] == 6 * 12 * row["held out"]
+        assert 0 < sum(map(sum, row["head_errors"])) / 72 < row["worst"]
+        assert 0.5 < row["within"] <= 1
     exact, patched = (row for row in rows if row["phase"] == "steps")
     assert set(exact["by_length"]) == set(patched["by_length"]) <= {"160", "320", "640"}
     assert sum(of_length["steps"] for of_length in patched["by_length"].values()) == 2
