@@ -116,12 +116,14 @@ def _check_convertible(model: str, config: Any) -> None:
 
 def _save_reader(model: str, output: Path, max_length: int | None) -> None:
     """Write the tokenizer or processor, if there is one."""
+    from ..patching.sentence_transformers import set_longest_text
+
     reader = _reader_of_inputs(model)
     if reader is None:
         typer.secho(f"{model} has no tokenizer or processor, so none was written.", err=True)
         return
     if max_length is not None and getattr(reader, "model_max_length", max_length) < max_length:
-        reader.model_max_length = max_length  # it would cut at the old length
+        set_longest_text(reader, max_length)  # it would cut at the old length
     reader.save_pretrained(output)
 
 

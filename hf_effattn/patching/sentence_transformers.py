@@ -142,8 +142,17 @@ def set_max_seq_length(model: Any, length: int) -> None:
     for module in model.modules():
         if isinstance(getattr(module, "auto_model", None), PreTrainedModel):  # others have a length that is fixed
             module.max_seq_length = length
+            set_longest_text(module.tokenizer, length)
             if getattr(module, "document_length", None) is not None:  # a MultiVectorEncoder's own cut
                 module.document_length = length
+
+
+def set_longest_text(tokenizer: Any, length: int) -> None:
+    """Let a tokenizer cut texts at another length, and so do what reads its saved `tokenizer.json` alone."""
+    tokenizer.model_max_length = length
+    backend = getattr(tokenizer, "backend_tokenizer", None)
+    if backend is not None and backend.truncation is not None:
+        backend.enable_truncation(**backend.truncation | {"max_length": length})
 
 
 def document_modules(model: Any) -> list[Any]:

@@ -196,8 +196,10 @@ def test_what_cannot_be_patched_is_refused_in_words(tmp_path: Path) -> None:
 def test_extended_positions_lengthen_what_is_read(kind: Any, saved: dict[Any, str], tmp_path: Path) -> None:
     model = made(kind, saved[kind])
     short = outputs(model)
+    words = model.tokenizer.backend_tokenizer
+    assert len(words.encode("w1 " * 150).ids) < 100  # as long as what was read last
     assert hf_effattn.extend_positions(model, 100) is model
-    assert model.max_seq_length == 100
+    assert model.max_seq_length == len(words.encode("w1 " * 150).ids) == 100
     assert same(outputs(model), short)
     model.save_pretrained(str(tmp_path))
     loaded, long = made(kind, tmp_path), texts((90, 90))
