@@ -1,11 +1,11 @@
 """Train an embedder for long texts on a CPU, and judge it on whole meetings, before and after: QMSum, nDCG@10.
 
 The model is all-MiniLM-L6-v2 with positions for 8,192 tokens. A step has 32,768 tokens, in parts of meetings of one
-length from 2,048 to 8,192 and, in every second step, of one kind; all queries that a part answers, and their answers,
+length from 512 to 8,192 and, in every second step, of one kind; all queries that a part answers, and their answers,
 have to tell it from the other parts, and the part them from the queries of other meetings, so that each long text that
-was embedded teaches much. No part is as short as a chunk, as what a whole text shall gain over its chunks lies beyond
-512 tokens; books come first, whose parts are told by the passages before and after them. The attention is patched in
-training with calibrated settings.
+was embedded teaches much. Long parts are what the model shall learn to read, and short ones are many to be told apart.
+Books come first, whose parts are told by the passages before and after them. The attention is patched in training with
+calibrated settings.
 
     python -m scripts.reproduce.long_embedder                # writes scripts/results/long_embedder.json; hours
     python -m scripts.reproduce.long_embedder --phases positions,calibration,training
@@ -94,7 +94,7 @@ class Plan:
 
     Args:
         seed (`int`): of the order of the texts, their parts and the dropout.
-        max_length (`int`): tokens of the longest parts to train on; others have a half or a quarter.
+        max_length (`int`): tokens of the longest parts to train on; others have a half of them, a quarter, and so on.
         step_tokens (`int`): of a step.
         learning_rate (`float`): at its highest.
         scale (`float`): factor of the cosines in the loss.
@@ -109,15 +109,20 @@ class Plan:
     scale: float = 20.0
     position_steps: int = 4
     book_steps: int = 12
-    meeting_steps: int = 100
+    meeting_steps: int = 80
     compared_steps: int = 100
     max_error: float = 0.1
 
     @property
     def recipe(self) -> Recipe:
-        """Of all trainings but those whose steps are compared."""
-        lengths = tuple(self.max_length // part for part in (4, 2, 1))
+        """Of the trainings whose models are judged."""
+        lengths = tuple(self.max_length // part for part in (16, 8, 4, 2, 1))
         return Recipe(lengths, self.step_tokens, self.learning_rate, self.scale, self.seed)
+
+    @property
+    def long_recipe(self) -> Recipe:
+        """Of what is compared on the longer parts alone."""
+        return replace(self.recipe, lengths=self.recipe.lengths[2:])
 
 
 @dataclass
@@ -259,7 +264,7 @@ def compare_positions(work: Work) -> None:
         trained: dict[str, Any] = {}
         if run["steps"]:
             folder = work.folder / f"few-steps-{run['positions']}"
-            trained = train(work, "meetings", base, folder, work.plan.recipe, steps, method_of(METHOD))
+            trained = train(work, "meetings", base, folder, work.plan.long_recipe, steps, method_of(METHOD))
         cache = work.folder / "vectors" / f"{run['positions']}-{run['steps']}"
         work.kept.add(run | judgement(folder, held_out_meetings(work), PATCHED, method_of(METHOD), cache) | trained)
 
@@ -390,7 +395,7 @@ def compare_steps(work: Work) -> None:
         sources = [
             source for source in sources_of("meetings", work, model.tokenizer) if len(source.tokens) >= plan.max_length
         ]
-        recipe = replace(plan.recipe, step_tokens=plan.max_length)
+        recipe = replace(plan.long_recipe, step_tokens=plan.max_length)
         trainings.append(Training(model, sources, recipe, plan.compared_steps))
     run_in_turns(trainings, [work.folder / f"steps-{run['attention']}.pt" for run in runs])
     exact = np.array(trainings[0].seconds)
