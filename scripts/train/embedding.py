@@ -121,13 +121,13 @@ def load_embedder(arguments: ModelArguments, device: Any) -> SentenceTransformer
 
 
 def prompts_of(model: SentenceTransformer, columns: list[str]) -> dict[str, str]:
-    """The model's prompts by column: an evaluation has them, and the trainer takes none that it is not told of."""
+    """The model's prompts by column, as `encode_query` and `encode_document` choose them: the trainer has none."""
     sides = ["query", *["document"] * (len(columns) - 1)]
     found = {
-        column: next(filter(None, map(model.prompts.get, PROMPTS[side])), None)
+        column: next((model.prompts[name] for name in PROMPTS[side] if name in model.prompts), "")
         for column, side in zip(columns, sides, strict=True)
     }
-    return {column: prompt for column, prompt in found.items() if prompt is not None}
+    return {column: prompt for column, prompt in found.items() if prompt}
 
 
 def evaluator_of(rows: Dataset, batch_size: int) -> SequentialEvaluator:

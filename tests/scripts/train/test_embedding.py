@@ -172,14 +172,6 @@ def test_the_evaluator_knows_all_answers_to_a_question() -> None:
     assert len(run_embedding.evaluator_of(Dataset.from_dict(table).remove_columns("negative"), 2).evaluators) == 1
 
 
-def test_a_training_puts_the_prompts_before_the_texts_that_an_evaluation_does(common: list[str]) -> None:
-    model = SentenceTransformer(common[common.index("--model_name_or_path") + 1], device="cpu")
-    columns = ["question", "answer", "other"]
-    assert run_embedding.prompts_of(model, columns) == {}
-    model.prompts = {"query": "find: ", "passage": "text: "}
-    assert run_embedding.prompts_of(model, columns) == {"question": "find: ", "answer": "text: ", "other": "text: "}
-
-
 @pytest.fixture
 def preprocessed(monkeypatch: pytest.MonkeyPatch) -> list[tuple[list[str], str | None]]:
     """The texts that a model reads at a time, and their prompt."""
@@ -192,6 +184,21 @@ def preprocessed(monkeypatch: pytest.MonkeyPatch) -> list[tuple[list[str], str |
 
     monkeypatch.setattr(SentenceTransformer, "preprocess", watched)
     return read
+
+
+@pytest.mark.parametrize("names", [[], ["query", "document"], ["query", "passage"], ["corpus"]])
+def test_a_training_puts_the_prompts_before_the_texts_that_an_evaluation_does(
+    names: list[str], common: list[str], preprocessed: Any
+) -> None:
+    """A model that was not told a prompt of documents has an empty one, which hides that of passages."""
+    prompts = {name: f"{name}: " for name in names}
+    model = SentenceTransformer(common[common.index("--model_name_or_path") + 1], device="cpu", prompts=prompts)
+    model.encode_query("w1")
+    model.encode_document("w1")
+    of_queries, of_documents = (prompt or None for _, prompt in preprocessed)
+    found = run_embedding.prompts_of(model, ["question", "answer", "other"])
+    assert [found.get(column) for column in ("question", "answer", "other")] == [of_queries, *2 * [of_documents]]
+    assert of_queries == prompts.get("query")
 
 
 def test_prompts_reach_the_trainer(common: list[str], tmp_path: Path, preprocessed: Any) -> None:
