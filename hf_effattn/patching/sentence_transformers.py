@@ -142,7 +142,8 @@ def set_max_seq_length(model: Any, length: int) -> None:
     for module in model.modules():
         if isinstance(getattr(module, "auto_model", None), PreTrainedModel):  # others have a length that is fixed
             module.max_seq_length = length
-            set_longest_text(module.tokenizer, length)
+            if module.tokenizer is not None:
+                set_longest_text(module.tokenizer, length)
             if getattr(module, "document_length", None) is not None:  # a MultiVectorEncoder's own cut
                 module.document_length = length
 

@@ -20,7 +20,10 @@ def phase(result: dict[str, Any], name: str) -> list[dict[str, Any]]:
 @of_file(FILE)
 def judged(result: dict[str, Any]) -> Table:
     """How well the vectors of whole meetings retrieve, before and after the training, and what the patched gain."""
-    before = {(BEFORE, row["method"]): row for row in (kept("retrieval") or {"rows": []})["rows"]}
+    retrieval = kept("retrieval")
+    if retrieval is None:
+        return "", ""
+    before = {(BEFORE, row["method"]): row for row in retrieval["rows"]}
     rows_of = before | {(row["model"], row["vector"]): row for row in phase(result, "retrieval")}
     gains = {(row["model"], row["vector"]): row for row in phase(result, "gains")}
     if not gains:
@@ -38,7 +41,7 @@ def judged(result: dict[str, Any]) -> Table:
     whole = rows_of[AFTER, PATCHED]
     note = (
         f"nDCG@10 of {whole['queries']} queries over {whole['meetings']} meetings, which no training saw. Ahead: how "
-        "many points the trained model's patched whole texts are above the row, ± the standard error over queries. "
+        "many points the trained model's patched whole texts are above the row, ± the standard error over meetings. "
         "Seconds of the processor for all meetings, after the training. "
     )
     header = ["vector of a meeting", "before", "after", "ahead of it before", "ahead of it after", "seconds"]

@@ -78,7 +78,7 @@ def gains(result: dict[str, Any]) -> Table:
         """One error for all processors but where rounding gave them other clusters; then that of the trained model."""
         cells = [rows[name] for rows in measured if name in rows]
         errors = [row["error"] for row in cells]
-        then = f"; {trained[name]:.2f}" if name in trained else ""
+        then = f"→{trained[name]:.2f}" if name in trained else ""
         if max(errors) - min(errors) < 0.015:
             return "/".join(f"{row['speedup']:.1f}×" for row in cells) + f" ({max(errors):.2f}{then})"
         return "/".join(f"{row['speedup']:.1f}× ({row['error']:.2f})" for row in cells) + then

@@ -1,11 +1,11 @@
 """Train an embedder for long texts on a CPU, and judge it on whole meetings, before and after: QMSum, nDCG@10.
 
-The model is all-MiniLM-L6-v2 with positions for 8,192 tokens. A step has 32,768 tokens, in parts of meetings of one
-length from 512 to 8,192 and, in every second step, of one kind; all queries that a part answers, and their answers,
-have to tell it from the other parts, and the part them from the queries of other meetings, so that each long text that
-was embedded teaches much. Long parts are what the model shall learn to read, and short ones are many to be told apart.
-Books come first, whose parts are told by the passages before and after them. The attention is patched in training with
-calibrated settings.
+The model is all-MiniLM-L6-v2 with positions for 8,192 tokens. A step has up to 32,768 tokens, in parts of meetings of
+one length from 512 to 8,192 and, in every second step, of one kind; all queries that a part answers, and their
+answers, have to tell it from the other parts, and the part them from the queries of other meetings, so that each long
+text that was embedded teaches much. Long parts are what the model shall learn to read, and short ones are many to be
+told apart. Books come first, whose parts are told by the passages before and after them. The attention is patched in
+training with calibrated settings.
 
     python -m scripts.reproduce.long_embedder                # writes scripts/results/long_embedder.json; hours
     python -m scripts.reproduce.long_embedder --phases positions,calibration,training
@@ -21,8 +21,8 @@ meeting. All that is no result lies in `.cache/long_embedder`, with the trained 
   of `scripts/benchmark/retrieval.py`.
 - **mteb**: the same by its own evaluator, where mteb is installed.
 - **errors**: of the settings in the README's table, on the attention of the model before and after.
-- **heads**: whether calibrated heads of the trained model keep their budget on other books and meetings.
-- **steps**: the first steps exact and patched, in turns.
+- **heads**: whether calibrated heads of the trained model keep their budget, on books and meetings it has not seen.
+- **steps**: steps of 8,192 tokens on the longest meetings, exact and patched in turns.
 """
 
 import json
@@ -38,6 +38,7 @@ import numpy as np
 import pandas as pd
 import torch
 import typer
+from filelock import FileLock
 from rich.progress import track
 from sentence_transformers import SentenceTransformer
 from torch.nn.functional import interpolate
@@ -55,7 +56,7 @@ from hf_effattn.settings_parsing import method_of
 from ..benchmark import budget
 from ..benchmark._inputs import held_out_inputs
 from ..benchmark.other_methods import errors_of_layers, few_calls
-from ..benchmark.retrieval import CUT, EXACT, TRAINED_LENGTH, Meeting, kept_vector, read_meetings, scores_of
+from ..benchmark.retrieval import CUT, EXACT, TRAINED_LENGTH, Meeting, kept_vector, read_meetings, relevance, scores_of
 from ..shared.command_line import check_names, run_with_help
 from ..shared.runs import RESULTS, KeptRuns, print_table, run_folder
 from .long_embedder_data import (
@@ -75,7 +76,7 @@ from .long_embedder_data import (
     training_books,
 )
 from .long_embedder_mteb import mteb_score
-from .long_embedder_training import Recipe, Training, features_of, run_in_turns, run_to_the_end
+from .long_embedder_training import NEGATIVES, Recipe, Training, features_of, run_in_turns, run_to_the_end
 
 CACHE = Path(__file__).resolve().parents[2] / ".cache" / "long_embedder"
 RETRIEVAL = RESULTS / "retrieval.json"  # of the model before the training, but for the calibrated patch
@@ -161,7 +162,7 @@ class Work:
         return self.folder / "effattn.json"
 
     def judged_folder(self, name: str) -> Path:
-        """Where the model before or after the training lies; before it, chunks see the positions it came with."""
+        """Where the model before or after the training lies."""
         return base_folder(self, POSITIONS[0]) if name == BEFORE else self.folder / "meetings"
 
 
@@ -171,19 +172,25 @@ def base_folder(work: Work, positions: str) -> Path:
     Attention has no dropout: on a CPU it takes longer to draw than attention takes.
     """
     folder = work.folder / positions
-    if not folder.exists():
-        model = SentenceTransformer(str(installed_model_folder()), device="cpu")
-        inside = model[0].auto_model
-        inside.config.attention_probs_dropout_prob = 0.0
-        table = inside.embeddings.position_embeddings.weight.detach().clone()
-        extend_positions(model, work.plan.max_length)
-        if positions == "interpolated":
-            between = interpolate(table.T[None], size=work.plan.max_length, mode="linear", align_corners=True)
-            inside.embeddings.position_embeddings.weight.data.copy_(between[0].T)
-        written = folder.with_name(f"{folder.name}.part")
-        model.save_pretrained(str(written))
-        written.rename(folder)
+    work.folder.mkdir(parents=True, exist_ok=True)
+    with FileLock(folder.with_suffix(".lock")):
+        if not folder.exists():
+            _save_base(folder, positions, work.plan.max_length)
     return folder
+
+
+def _save_base(folder: Path, positions: str, max_length: int) -> None:
+    model = SentenceTransformer(str(installed_model_folder()), device="cpu")
+    inside = model[0].auto_model
+    inside.config.attention_probs_dropout_prob = 0.0
+    table = inside.embeddings.position_embeddings.weight.detach().clone()
+    extend_positions(model, max_length)
+    if positions == "interpolated":
+        between = interpolate(table.T[None], size=max_length, mode="linear", align_corners=True)
+        inside.embeddings.position_embeddings.weight.data.copy_(between[0].T)
+    written = folder.with_name(f"{folder.name}.part")
+    model.save_pretrained(str(written))
+    written.rename(folder)
 
 
 def sources_of(stage: str, work: Work, tokenizer: Any) -> list[Source]:
@@ -230,12 +237,20 @@ def judgement(
         for meeting in track(meetings, description=f"{folder.name}, {vector}")
     ]
     row = scores_of(encoder, tokens, meetings, embedded)
-    return row | {"standard_error": standard_error(row["ndcg_of_queries"])}
+    return row | {"standard_error": standard_error(np.array(row["ndcg_of_queries"]), meetings)}
 
 
-def standard_error(values: list[float]) -> float:
-    """Of the mean of the values."""
-    return statistics.stdev(values) / len(values) ** 0.5
+def standard_error(values: np.ndarray, meetings: list[Meeting]) -> float:
+    """Of the mean of what queries have, of which those about one meeting are not independent.
+
+    Args:
+        values (`np.ndarray`): `(queries,)`.
+        meetings (`list[Meeting]`): a query that several have counts to the first.
+    """
+    _, relevant = relevance(meetings)
+    of_meetings = np.bincount(relevant.argmax(axis=1), weights=values - values.mean(), minlength=len(meetings))
+    count = len(meetings)
+    return float((count / (count - 1) * (of_meetings**2).sum()) ** 0.5 / len(values))
 
 
 def longest_of(meetings: list[Meeting], folder: Path) -> int:
@@ -301,7 +316,7 @@ def train_stages(work: Work) -> None:
 
 
 def judge(work: Work) -> None:
-    """The judged meetings as a whole, before and after the training, and the gains of the last of these."""
+    """The judged meetings after the training, patched also before it, and the gains of the trained, patched model."""
     work.only(phase="training", stage="meetings")
     meetings = read_meetings(JUDGED)
     runs = [{"phase": "retrieval", "model": name, "vector": kind} for name, kind in JUDGEMENTS]
@@ -313,7 +328,7 @@ def judge(work: Work) -> None:
     gains = [{"phase": "gains", "model": name, "vector": kind} for name, kind in COMPARED]
     for gain in work.missing(*gains):
         differences = trained - np.array(judged(work, gain["model"], gain["vector"])["ndcg_of_queries"])
-        found = {"gain": float(differences.mean()), "standard_error": standard_error(differences.tolist())}
+        found = {"gain": float(differences.mean()), "standard_error": standard_error(differences, meetings)}
         work.kept.add(gain | found)
 
 
@@ -321,8 +336,14 @@ def judged(work: Work, model: str, vector: str) -> dict[str, Any]:
     """The row of a model's vectors of one kind: of `judge`, or of the benchmark of retrieval by exact attention."""
     if (model, vector) in JUDGEMENTS:
         return work.only(phase="retrieval", model=model, vector=vector)
-    rows = json.loads(RETRIEVAL.read_text(encoding="utf-8"))["rows"]
-    return next(row for row in rows if row["method"] == vector)
+    kept = json.loads(RETRIEVAL.read_text(encoding="utf-8"))
+    found = [row for row in kept["rows"] if row["method"] == vector]
+    wanted = {"model": DEFAULT_NAME, "splits": ",".join(JUDGED)}
+    if not found or not wanted.items() <= kept["settings"].items():
+        raise typer.BadParameter(
+            f"{RETRIEVAL} has no row of {vector!r} with {wanted}: run scripts.benchmark.retrieval"
+        )
+    return dict(found[0])
 
 
 def judge_by_mteb(work: Work) -> None:
@@ -369,8 +390,14 @@ def measure_heads(work: Work) -> None:
     folder = str(work.judged_folder(AFTER))
     runs = [{"phase": "heads", "length": length} for length in ERROR_LENGTHS]
     for run in work.missing(*runs):
-        texts = track(budget.texts(run["length"]), description=f"heads, {run['length']:,} tokens")
-        measured = [budget.measure_errors(text | {"length": run["length"]}, folder=folder) for text in texts]
+        trained_on = {path.name for path in training_books()}
+        texts = [
+            text | {"length": run["length"]}
+            for text in budget.texts(run["length"])
+            if text["part"] != "books" or f"{text['text']}.txt.gz" not in trained_on
+        ]
+        shown = track(texts, description=f"heads, {run['length']:,} tokens")
+        measured = [budget.measure_errors(text, folder=folder) for text in shown]
         held = budget.stacked([row for row in measured if row["part"] != "calibrated"], "errors")
         rows = []
         for kept in budget.coverage(measured).to_dict("records"):
@@ -381,7 +408,7 @@ def measure_heads(work: Work) -> None:
 
 
 def compare_steps(work: Work) -> None:
-    """The first steps, each of as many tokens as the longest part, exact and patched in turns."""
+    """Steps on the longest meetings, each of as many tokens as the longest part, exact and patched in turns."""
     work.only(phase="calibration", positions=work.chosen)
     runs = [{"phase": "steps", "attention": name} for name in (EXACT, PATCHED)]
     if not work.missing(*runs):
@@ -444,7 +471,8 @@ def main(
     check_names("phases", chosen, RUN)
     steps = (position_steps, book_steps, meeting_steps, compared_steps)
     plan = Plan(seed, max_length, step_tokens, learning_rate, scale, *steps, max_error)
-    kept = KeptRuns(output, asdict(plan) | {"model": DEFAULT_NAME}, torch.device("cpu"))
+    fixed = {"lengths": plan.recipe.lengths, "parts_of_book": PARTS_OF_BOOK, "negatives": NEGATIVES}
+    kept = KeptRuns(output, asdict(plan) | fixed | {"model": DEFAULT_NAME}, torch.device("cpu"))
     shared = Work(plan, kept, run_folder(work, "run", kept.settings))
     for phase, run in RUN.items():
         if phase in chosen:

@@ -1,4 +1,4 @@
-"""Short trainings by several recipes, of which `scripts/reproduce/long_embedder.py` has the best.
+"""Short trainings by several recipes, from which that of `scripts/reproduce/long_embedder.py` was chosen.
 
     python -m scripts.reproduce.long_embedder_attempts      # writes scripts/results/long_embedder_attempts.json
 

@@ -23,7 +23,7 @@ JUDGED = ["test", "val"]  # splits of QMSum
 BEFORE, AFTER = "before", "after"  # the training
 PATCHED = "patched"
 VECTORS = (CHUNKS, CUT, PATCHED, EXACT)
-# From cheap to dear; the other vectors before the training are in the results of `scripts/benchmark/retrieval.py`.
+# The dearest last; the other vectors before the training are in the results of `scripts/benchmark/retrieval.py`.
 JUDGEMENTS = ((AFTER, CHUNKS), (AFTER, CUT), (BEFORE, PATCHED), (AFTER, PATCHED), (AFTER, EXACT))
 # What the vectors of whole texts, patched, by the trained model are compared with.
 COMPARED = tuple(pair for pair in product((BEFORE, AFTER), VECTORS) if pair != (AFTER, PATCHED))

@@ -1,8 +1,9 @@
 """Train an embedder on long texts that are told from others of their kind by short ones about them.
 
-A step has as many parts of texts as its tokens allow. Each is a batch of its own, without padding, and stays in memory
-until the loss is known: to embed it twice, as losses with cached gradients do, takes a third longer. The vectors that
-texts had some steps ago would cost nothing, but to tell what is new from what is old would be enough.
+A step has as many parts of texts as its tokens allow, of half the texts at most. Each is a batch of its own, without
+padding, and stays in memory until the loss is known: to embed it twice, as losses with cached gradients do, takes a
+third longer. The vectors that texts had some steps ago would cost nothing, but to tell what is new from what is old
+would be enough.
 """
 
 import math
@@ -22,7 +23,7 @@ from hf_effattn.samples.texts import special_tokens
 from .long_embedder_data import SPECIAL, Source
 
 AT_A_TIME = 4  # short texts that are padded to one length
-MORE_ANCHORS = 64  # of texts that are not in a step
+NEGATIVES = 64  # short texts about others than those in a step
 WARMUP = 0.1  # of the steps
 LARGEST_GRADIENT = 1.0
 
@@ -33,7 +34,7 @@ class Recipe:
 
     Args:
         lengths (`tuple[int, ...]`): tokens of the parts to train on, of which one is drawn for each step.
-        step_tokens (`int`): of a step: as many parts as fit.
+        step_tokens (`int`): of a step at most: as many parts as fit, of half the texts at most.
         learning_rate (`float`): at its highest: it rises for a tenth of the steps, and falls to 0.
         scale (`float`): factor of the cosines, 1 / temperature.
         seed (`int`): of the texts of each step, their parts and the dropout.
@@ -74,8 +75,8 @@ def embed_short(model: SentenceTransformer, texts: list[list[int]]) -> torch.Ten
     return vectors[torch.tensor(order).argsort()]
 
 
-def contrast(
-    parts: torch.Tensor, anchors: torch.Tensor, owners: torch.Tensor, more: torch.Tensor, scale: float
+def contrastive_loss(
+    parts: torch.Tensor, anchors: torch.Tensor, owners: torch.Tensor, negatives: torch.Tensor, scale: float
 ) -> torch.Tensor:
     """How well short texts tell their own part from the others, and parts their own short texts from all others.
 
@@ -83,7 +84,7 @@ def contrast(
         parts (`torch.Tensor`): `(n, d)`, of length 1, as all.
         anchors (`torch.Tensor`): `(m, d)`, short texts about them.
         owners (`torch.Tensor`): `(m,)`, which part each is about.
-        more (`torch.Tensor`): `(k, d)`, short texts about none of them.
+        negatives (`torch.Tensor`): `(k, d)`, short texts about none of them.
         scale (`float`): factor of the cosines.
 
     Returns:
@@ -93,7 +94,7 @@ def contrast(
     own = scores[torch.arange(len(owners)), owners]
     to_parts = torch.nn.functional.cross_entropy(scores, owners)
     of_others = scores.masked_fill(owners[:, None] == torch.arange(len(parts)), -math.inf)
-    against = torch.cat([of_others, scale * more @ parts.T]).logsumexp(dim=0)
+    against = torch.cat([of_others, scale * negatives @ parts.T]).logsumexp(dim=0)
     to_anchors = torch.nn.functional.softplus(against[owners] - own).mean()
     return (to_parts + to_anchors) / 2
 
@@ -106,13 +107,13 @@ class Batch:
         parts (`list[list[int]]`): of long texts.
         anchors (`list[list[int]]`): short texts about them.
         owners (`list[int]`): which part each of these is about.
-        more (`list[list[int]]`): short texts about others.
+        negatives (`list[list[int]]`): short texts about others.
     """
 
     parts: list[list[int]]
     anchors: list[list[int]]
     owners: list[int]
-    more: list[list[int]]
+    negatives: list[list[int]]
 
 
 def drawn(sources: list[Source], recipe: Recipe, step: int) -> Batch:
@@ -134,7 +135,7 @@ def drawn(sources: list[Source], recipe: Recipe, step: int) -> Batch:
         [part for part, _ in found],
         [anchor for _, anchor in about],
         [owner for owner, _ in about],
-        draw.sample(others, min(MORE_ANCHORS, len(others))),
+        draw.sample(others, min(NEGATIVES, len(others))),
     )
 
 
@@ -170,8 +171,8 @@ class Training:
         self.model.train()
         torch.manual_seed(self.recipe.seed + step)
         parts = torch.cat([embed(self.model, [part]) for part in batch.parts])
-        anchors, more = (embed_short(self.model, texts) for texts in (batch.anchors, batch.more))
-        loss = contrast(parts, anchors, torch.tensor(batch.owners), more, self.recipe.scale)
+        anchors, negatives = (embed_short(self.model, texts) for texts in (batch.anchors, batch.negatives))
+        loss = contrastive_loss(parts, anchors, torch.tensor(batch.owners), negatives, self.recipe.scale)
         if not torch.isfinite(loss):
             raise FloatingPointError(f"the loss of step {step + 1} is {loss.item()}: lower the learning rate")
         loss.backward()
@@ -182,7 +183,7 @@ class Training:
         self.optimizer.zero_grad()
         self.losses.append(loss.item())
         self.lengths.append(max(map(len, batch.parts)) + SPECIAL)
-        self.tokens.append(sum(map(len, [*batch.parts, *batch.anchors, *batch.more])))
+        self.tokens.append(sum(map(len, [*batch.parts, *batch.anchors, *batch.negatives])))
         self.seconds.append(time.perf_counter() - start)
         self.cpu_seconds.append(time.process_time() - cpu_start)
 

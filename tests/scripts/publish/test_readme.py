@@ -7,9 +7,12 @@ import shlex
 from dataclasses import fields
 from pathlib import Path
 
+import numpy as np
 import pytest
 import torch
 import typer
+from datasets import Dataset
+from sentence_transformers import SentenceTransformer
 from support.embedding_cases import save_encoder
 from support.embedding_cases import text as words
 from support.tiny_models import batch_for, tiny_model
@@ -145,22 +148,32 @@ def test_the_quick_start_runs(real_model_folder, tmp_path, monkeypatch, capsys):
 
 
 @pytest.mark.slow
-def test_the_lines_for_long_documents_run(tmp_path, monkeypatch):
+def test_the_lines_that_train_an_embedder_run(tmp_path, monkeypatch):
     """As printed, with a tiny local model in place of its name on the Hub and less text."""
     page = (ROOT / "model_cards" / "LONG_DOCUMENTS.md").read_text(encoding="utf-8")
-    code = re.search(r"```python\n(.*?)```", page, re.DOTALL)[1]
-    assert len(code.splitlines()) <= 11
-    code = code.replace('"BAAI/bge-m3"', repr(str(save_encoder(tmp_path / "encoder", positions=640))))
-    forced = 'patch_attention(model, "bi-clustered", min_length=0,'
-    code = code.replace("8192", "640").replace('patch_attention(model, "bi-clustered",', forced)
-    assert forced in code
-    (tmp_path / "long.txt").write_text(words(700), encoding="utf-8")
+    code = re.search(r"## Train an embedder.*?```python\n(.*?)```", page, re.DOTALL)[1]
+    assert len([line for line in code.splitlines() if line]) <= 10
+    name = save_encoder(tmp_path / "encoder", positions=640)
+    candidates = [method_of("bi-clustered clusters=8 topk=16 key_clusters=8 min_length=0")]
+    for printed, small in {
+        '"sentence-transformers/all-MiniLM-L6-v2"': repr(str(name)),
+        "8192": "700",
+        "max_error=0.1": f"max_error=2.0, candidates={candidates}",
+        '"layer"': '"head"',  # of layers the times decide: texts as short as these are faster exactly
+    }.items():
+        assert code.count(printed) == 1
+        code = code.replace(printed, small)
     monkeypatch.chdir(tmp_path)
-    names: dict = {}
+    texts = [words(660, seed=seed) for seed in range(3)]
+    pairs = Dataset.from_dict({"anchor": [words(5, seed=seed) for seed in range(3)], "positive": texts})
+    names: dict = {"texts": texts, "pairs": pairs}
     exec(code, names)
-    assert names["inputs"]["input_ids"].shape == (1, 640)
-    assert names["vector"].shape == (1, 16)
-    assert names["vector"].norm().item() == pytest.approx(1.0, rel=1e-5)
+    model = names["model"]
+    assert names["settings"].settings.heads == ((0, 0), (0, 0))
+    assert model[0].auto_model.config._attn_implementation == "per-head"
+    assert model.max_seq_length == 700
+    before = SentenceTransformer(str(name))
+    assert not np.allclose(model.encode(texts[0]), before.encode(texts[0]), atol=1e-4)
 
 
 @torch.no_grad()

@@ -148,10 +148,10 @@ def test_the_loss_is_that_of_both_choices() -> None:
         to_parts = cross_entropy(20 * parts @ anchor, owners.new_tensor(owner))
         others = torch.cat([anchor[None], anchors[owners != owner], more])
         chosen.append((to_parts + cross_entropy(20 * others @ parts[owner], owners.new_tensor(0))) / 2)
-    found = long_embedder_training.contrast(parts, anchors, owners, more, 20.0)
+    found = long_embedder_training.contrastive_loss(parts, anchors, owners, more, 20.0)
     torch.testing.assert_close(found, torch.stack(chosen).mean())
     # Of a single part only its short texts can be told from others.
-    alone = long_embedder_training.contrast(parts[:1], anchors[:2], owners[:2], more, 20.0)
+    alone = long_embedder_training.contrastive_loss(parts[:1], anchors[:2], owners[:2], more, 20.0)
     assert alone > 0
 
 
@@ -191,9 +191,9 @@ def test_a_batch_has_parts_and_short_texts_about_them_and_others() -> None:
         assert length in (30, 60)
         assert len(set(chosen)) == len(chosen) == min(120 // length, among // 2)
         assert [owner_of_word[anchor[0]] for anchor in batch.anchors] == [chosen[owner] for owner in batch.owners]
-        others = {owner_of_word[anchor[0]] for anchor in batch.more}
+        others = {owner_of_word[anchor[0]] for anchor in batch.negatives}
         assert not others & set(chosen)
-        assert len(batch.more) == 5 * (among - len(chosen))
+        assert len(batch.negatives) == 5 * (among - len(chosen))
         assert step % 2 or len({number % 2 for number in (*chosen, *others)}) == 1
     assert {len(batch.parts) for batch in batches} == {2, 4}
     assert batches[0] == long_embedder_training.drawn(sources, recipe, 0)
@@ -260,7 +260,8 @@ def test_phases_go_on_where_they_were_and_agree(data: Path, tmp_path: Path, monk
     monkeypatch.setattr(long_embedder, "PARTS_OF_BOOK", 4)
     monkeypatch.setattr(long_embedder, "ERROR_LENGTHS", (500,))
     monkeypatch.setattr(budget, "CALIBRATED", ("pg1-one", "pg2-two"))
-    monkeypatch.setattr(budget, "HELD_OUT", ("pg98-a-tale-of-two-cities",))
+    # Of these the trained model has seen the second.
+    monkeypatch.setattr(budget, "HELD_OUT", ("pg98-a-tale-of-two-cities", "pg2-two"))
 
     def calibrate(*given: Any, **named: Any) -> hf_effattn.Calibration:
         found = hf_effattn.calibrate(*given, candidates=candidates, **named)
@@ -318,14 +319,12 @@ def test_phases_go_on_where_they_were_and_agree(data: Path, tmp_path: Path, monk
     heads = [row for row in rows if row["phase"] == "heads"]
     assert [row["budget"] for row in heads] == list(budget.BUDGETS)
     for row in heads:
-        assert row["triples"] == 6 * 12 * row["held out"]
+        assert (row["held out"], row["triples"]) == (3, 3 * 6 * 12)  # a book and two meetings
         assert 0 < sum(map(sum, row["head_errors"])) / 72 < row["worst"]
         assert 0.5 < row["within"] <= 1
     exact, patched = (row for row in rows if row["phase"] == "steps")
     assert set(exact["by_length"]) == set(patched["by_length"]) <= {"160", "320", "640"}
     assert sum(of_length["steps"] for of_length in patched["by_length"].values()) == 2
-    assert {of_length["speedup"] for of_length in exact["by_length"].values()} == {1}
-    assert all(of_length["speedup"] > 0 for of_length in patched["by_length"].values())
     assert len(exact["losses"]) == len(patched["losses"]) == 2
     assert exact["losses"] != patched["losses"]
     assert exact["losses"] == pytest.approx(patched["losses"], rel=0.2)
