@@ -49,7 +49,7 @@ METHODS: dict[str, dict[str, Any]] = {
 KINDS = (CUT, CHUNKS, *METHODS, EXACT)  # of vectors, from cheap to dear
 TRAINED_LENGTH = 512
 RANKS = 10
-SHOWN = ("method", "meetings", "queries", "ndcg_at_10", "seconds", "shortest", "median", "longest")
+SHOWN = ("method", "meetings", "queries", "ndcg_at_10", "seconds", "longest", "gain_of", "gain", "standard_error")
 
 
 @dataclass(frozen=True)
@@ -171,6 +171,28 @@ def scores_of(
     }
 
 
+def standard_error(values: np.ndarray, meetings: list[Meeting]) -> float:
+    """Of the mean of what queries have, of which those about one meeting are not independent.
+
+    Args:
+        values (`np.ndarray`): `(queries,)`.
+        meetings (`list[Meeting]`): a query that several have counts to the first.
+    """
+    _, relevant = relevance(meetings)
+    of_meetings = np.bincount(relevant.argmax(axis=1), weights=values - values.mean(), minlength=len(meetings))
+    count = len(meetings)
+    return float((count / (count - 1) * (of_meetings**2).sum()) ** 0.5 / len(values))
+
+
+def add_gains(kept: KeptRuns, meetings: list[Meeting]) -> None:
+    """Rows of what every kind of vector gains over exact attention, query by query, once that has run."""
+    for exact in kept.matching({"method": EXACT}):
+        for row in [row for row in kept.rows if row.get("method") not in (None, EXACT)]:
+            gains = np.array(row["ndcg_of_queries"]) - np.array(exact["ndcg_of_queries"])
+            for gain in kept.missing([{"gain_of": row["method"]}]):
+                kept.add(gain | {"gain": float(gains.mean()), "standard_error": standard_error(gains, meetings)})
+
+
 def main(
     splits: Annotated[str, typer.Option(help="Comma-separated: train, val, test.")] = "test,val",
     methods: Annotated[str | None, typer.Option(help="Comma-separated; the default is all.")] = None,
@@ -188,7 +210,9 @@ def main(
     kept = KeptRuns(output, {"model": name, "splits": splits, "dtype": "float32"}, torch.device("cpu"))
     for run in kept.missing({"method": kind} for kind in chosen):
         kept.add(measure(encoder, tokens, meetings, run["method"]))
-    print_table(pd.DataFrame(kept.rows)[list(SHOWN)], kept.path)
+    add_gains(kept, meetings)
+    table = pd.DataFrame(kept.rows)
+    print_table(table[[name for name in SHOWN if name in table]], kept.path)
 
 
 if __name__ == "__main__":

@@ -23,7 +23,7 @@ def judged(result: dict[str, Any]) -> Table:
     retrieval = kept("retrieval")
     if retrieval is None:
         return "", ""
-    before = {(BEFORE, row["method"]): row for row in retrieval["rows"]}
+    before = {(BEFORE, row["method"]): row for row in retrieval["rows"] if "method" in row}
     rows_of = before | {(row["model"], row["vector"]): row for row in phase(result, "retrieval")}
     gains = {(row["model"], row["vector"]): row for row in phase(result, "gains")}
     if not gains:

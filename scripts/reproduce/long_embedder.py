@@ -56,7 +56,16 @@ from hf_effattn.settings_parsing import method_of
 from ..benchmark import budget
 from ..benchmark._inputs import held_out_inputs
 from ..benchmark.other_methods import errors_of_layers, few_calls
-from ..benchmark.retrieval import CUT, EXACT, TRAINED_LENGTH, Meeting, kept_vector, read_meetings, relevance, scores_of
+from ..benchmark.retrieval import (
+    CUT,
+    EXACT,
+    TRAINED_LENGTH,
+    Meeting,
+    kept_vector,
+    read_meetings,
+    scores_of,
+    standard_error,
+)
 from ..shared.command_line import check_names, run_with_help
 from ..shared.runs import RESULTS, KeptRuns, print_table, run_folder
 from .long_embedder_data import (
@@ -240,19 +249,6 @@ def judgement(
     return row | {"standard_error": standard_error(np.array(row["ndcg_of_queries"]), meetings)}
 
 
-def standard_error(values: np.ndarray, meetings: list[Meeting]) -> float:
-    """Of the mean of what queries have, of which those about one meeting are not independent.
-
-    Args:
-        values (`np.ndarray`): `(queries,)`.
-        meetings (`list[Meeting]`): a query that several have counts to the first.
-    """
-    _, relevant = relevance(meetings)
-    of_meetings = np.bincount(relevant.argmax(axis=1), weights=values - values.mean(), minlength=len(meetings))
-    count = len(meetings)
-    return float((count / (count - 1) * (of_meetings**2).sum()) ** 0.5 / len(values))
-
-
 def longest_of(meetings: list[Meeting], folder: Path) -> int:
     """Tokens of the longest meeting."""
     tokens = Tokens(SentenceTransformer(str(folder), device="cpu").tokenizer)
@@ -337,7 +333,7 @@ def judged(work: Work, model: str, vector: str) -> dict[str, Any]:
     if (model, vector) in JUDGEMENTS:
         return work.only(phase="retrieval", model=model, vector=vector)
     kept = json.loads(RETRIEVAL.read_text(encoding="utf-8"))
-    found = [row for row in kept["rows"] if row["method"] == vector]
+    found = [row for row in kept["rows"] if row.get("method") == vector]
     wanted = {"model": DEFAULT_NAME, "splits": ",".join(JUDGED)}
     if not found or not wanted.items() <= kept["settings"].items():
         raise typer.BadParameter(

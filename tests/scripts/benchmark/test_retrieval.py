@@ -82,8 +82,22 @@ def test_a_run_finds_the_meetings_and_goes_on_where_it_was_stopped(data, real_mo
     )
     retrieval.main(splits="test", **options)
     assert encoded == [1, 1, 4, 1, 1, 1, 4]  # what is missing, two meetings and all three; after each the queries
-    cut, clustered, exact = json.loads(output.read_text())["rows"]
+    cut, clustered, exact, *gains = json.loads(output.read_text())["rows"]
     assert (cut["longest"], exact["queries"], exact["meetings"]) == (512, 4, 3)
     assert exact["shortest"] > 512
     assert exact["ndcg_at_10"] > 0.9
     assert clustered["ndcg_at_10"] == exact["ndcg_at_10"]  # so short that the patch stays exact
+    assert [(row["gain_of"], row["gain"]) for row in gains] == [
+        (retrieval.CUT, pytest.approx(cut["ndcg_at_10"] - exact["ndcg_at_10"], abs=1e-4)),
+        ("bi-clustered", 0),
+    ]
+
+
+def test_queries_about_one_meeting_are_one_observation():
+    """With a query each it is the usual error of a mean; what more queries of the same say adds nothing."""
+    one = [retrieval.Meeting(name, "", (name,)) for name in "abcd"]
+    values = np.array([0.1, 0.5, 0.2, 0.9])
+    usual = values.std(ddof=1) / 2
+    assert retrieval.standard_error(values, one) == pytest.approx(usual)
+    three = [retrieval.Meeting(name, "", tuple(f"{name}{n}" for n in range(3))) for name in "abcd"]
+    assert retrieval.standard_error(values.repeat(3), three) == pytest.approx(usual)
