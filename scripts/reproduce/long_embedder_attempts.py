@@ -36,15 +36,16 @@ from .long_embedder_data import PATCHED
 from .long_embedder_training import Recipe
 
 LAST = 10  # steps, whose mean loss is shown
-# Lengths, tokens of a step, learning rate, scale; steps. The first is the model as it is.
-LONG, SHORT = (2048, 4096, 8192), (512, 1024)
+# Lengths, tokens of a step, learning rate, scale; steps. The first is the model as it is, the last has all lengths.
+SHORT, LONG = (512, 1024), (2048, 4096, 8192)
 TRIED: tuple[tuple[tuple[tuple[int, ...], int, float, float], int], ...] = (
     ((LONG, 16_384, 2e-4, 20.0), 0),
     ((LONG, 16_384, 2e-4, 20.0), 20),
-    ((LONG, 16_384, 5e-5, 20.0), 20),
-    ((LONG, 16_384, 2e-4, 50.0), 20),
     (((8192,), 16_384, 2e-4, 20.0), 20),
     ((SHORT, 16_384, 2e-4, 20.0), 20),
+    ((SHORT, 16_384, 5e-4, 20.0), 20),
+    ((SHORT, 16_384, 2e-4, 50.0), 20),
+    (((*SHORT, *LONG), 16_384, 2e-4, 20.0), 20),
 )
 SHOWN = (
     "lengths",
