@@ -401,12 +401,7 @@ TABLES: dict[Path, dict[str, Callable[[], str]]] = {
     },
     PATCHING / "COMPATIBILITY.md": {"compatibility": compatibility.table},
     ROOT / "hf_effattn" / "ops" / "README.md": {"kernels": gpu_tables.kernels},
-    CARDS / "LONG_DOCUMENTS.md": {
-        "whole models": whole_models,
-        "one document": documents,
-        "embedder": embedder_tables.judged,
-        "embedder steps": embedder_tables.steps,
-    },
+    CARDS / "LONG_DOCUMENTS.md": {"whole models": whole_models, "one document": documents},
     CARDS / "RELIABILITY.md": {
         "verdicts": reliability_tables.verdicts,
         "versions": reliability_tables.versions,
@@ -420,6 +415,8 @@ TABLES: dict[Path, dict[str, Callable[[], str]]] = {
         "before": paper_tables.before_fine_tuning,
         "approximation": paper_tables.approximation,
         "retrieval": retrieval,
+        "embedder": embedder_tables.judged,
+        "embedder steps": embedder_tables.steps,
         "clusterformer layers": clusterformer_tables.layers,
         "partner recall": clusterformer_tables.partner_recall,
         "mnist": clusterformer_tables.clusterings,
