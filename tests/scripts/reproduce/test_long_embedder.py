@@ -297,7 +297,7 @@ def test_phases_go_on_where_they_were_and_agree(data: Path, tmp_path: Path, monk
     for row in judged.values():
         assert (row["meetings"], row["queries"], len(row["ndcg_of_queries"])) == (3, 4, 4)
         assert row["seconds"] > 0
-    judged |= {("before", row["method"]): row for row in rows_of(long_embedder.RETRIEVAL)}
+    judged |= {("before", row["method"]): row for row in rows_of(long_embedder.RETRIEVAL) if "method" in row}
     gains = {(row["model"], row["vector"]): row for row in rows if row["phase"] == "gains"}
     assert set(gains) == set(judged) - {("after", "patched")} == set(long_embedder_data.COMPARED)
     for name, row in gains.items():
