@@ -1,4 +1,4 @@
-"""Short trainings by several recipes, from which that of `scripts/reproduce/long_embedder.py` was chosen.
+"""Short trainings of the embedder of `scripts/reproduce/long_embedder.py` by other recipes.
 
     python -m scripts.reproduce.long_embedder_attempts      # writes scripts/results/long_embedder_attempts.json
 

@@ -34,6 +34,7 @@ from sentence_transformers.sentence_transformer.losses import CachedMultipleNega
 
 import hf_effattn
 from hf_effattn.data.text_pairs import GIVEN_BY, DataArguments, load_pairs
+from hf_effattn.embedding.pooling import DOCUMENT_PROMPTS
 from hf_effattn.hub.loading import check_source
 from hf_effattn.ops.shared.precision import CPU_MULTIPLIES_BFLOAT16
 from hf_effattn.patching.model_types.stacks import longest_input
@@ -42,7 +43,7 @@ from hf_effattn.settings_parsing import method_of
 from hf_effattn.training import RepeatableTrainer, check_splits, drawn_samples, keep_metrics, parsed_arguments, train
 
 # What sentence-transformers calls the prompts of either side.
-PROMPTS = {"query": ("query",), "document": ("document", "passage", "corpus")}
+PROMPTS = {"query": ("query",), "document": DOCUMENT_PROMPTS}
 
 
 @dataclass
